@@ -1,0 +1,1 @@
+"""Requests in, records out: JSONL files; no torch, no MPI."""

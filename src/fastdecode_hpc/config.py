@@ -1,0 +1,169 @@
+"""What a run is asked to do: model shape, data types and run options, checked once, then frozen.
+
+Holds no mechanism and imports nothing heavy, so that every rank and every tool can read it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+
+
+class ConfigError(ValueError):
+    """A value the user gave cannot be used; the message says which values can. Exit code 2."""
+
+
+def check_choice(name: str, value: Any, choices: Any) -> None:
+    """Raise `ConfigError` unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(map(str, choices))}")
+
+
+def check_at_least(name: str, value: int, low: int) -> None:
+    """Raise `ConfigError` unless `value` is an integer of at least `low`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least {low}")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """How rotary frequencies are stretched beyond the trained context.
+
+    ``linear`` divides every frequency by `factor`; ``llama3`` divides the low ones, keeps the high
+    ones and blends in between (Llama 3.1).
+    """
+
+    kind: str  # linear | llama3
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+    def __post_init__(self) -> None:
+        check_choice("rope scaling type", self.kind, ("linear", "llama3"))
+        if not self.factor > 0:
+            raise ConfigError(f"rope scaling factor is {self.factor!r}; it must be above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The shape of a Llama-family decoder, as both parts need it."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_context_len: int
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    tie_embeddings: bool = False
+    attention_bias: bool = False  # q, k, v projections
+    output_bias: bool = False  # attention output projection
+    mlp_bias: bool = False
+    sliding_window: int | None = None  # tokens a query sees, itself included; None: all
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    architecture: str = "llama"
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",
+                     "num_kv_heads", "head_dim", "max_context_len"):  # fmt: skip
+            check_at_least(f"model {name}", getattr(self, name), 1)
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"model has {self.num_heads} heads and {self.num_kv_heads} KV heads; "
+                "the first must be a multiple of the second"
+            )
+        if self.head_dim % 8 or self.head_dim > 256:
+            raise ConfigError(
+                f"model head_dim is {self.head_dim}; the attention kernels take multiples of 8 up to 256"
+            )
+
+    @property
+    def q_size(self) -> int:
+        """Elements of one row of q, and of one row of attention output."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Elements of one row of k (or of v) in one layer."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def qkv_size(self) -> int:
+        """Elements of one row ``[q|k|v]`` on the wire."""
+        return self.q_size + 2 * self.kv_size
+
+
+def _option(default: Any, text: str, **extra: Any) -> Any:
+    """A `RunConfig` field with the help text that the command line shows."""
+    return field(default=default, metadata={"help": text, **extra})
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    """Everything a run can be told, with its default; the command line's flags are these fields."""
+
+    model: str = _option("smollm2", "folder with config.json and safetensors, a .gguf file, or the name smollm2")
+    ranks: int | None = _option(
+        None, "number of processes, rank 0 counted: 1 runs both parts in one process without MPI"
+    )
+    device: str = _option("auto", "where the S-Part runs", choices=("auto", "cpu", "cuda"))
+    dtype: str = _option(
+        "auto",
+        "type of the S-Part; auto: fp32 on a CPU, the checkpoint's own on a GPU",
+        choices=("auto", *DTYPE_BYTES),
+    )
+    wire_dtype: str = _option("fp16", "type of q, k, v and o on the wire", choices=tuple(DTYPE_BYTES))
+    kv_dtype: str = _option("fp16", "type of the KV cache", choices=tuple(DTYPE_BYTES))
+    num_slots: int = _option(2, "mini-batches that alternate between S-Part and R-Part; 1: no overlap")
+    max_batch_size: int = _option(256, "most sequences in decode at once, over all slots")
+    max_prefill_tokens: int = _option(512, "most prompt tokens that pass all layers between two decode steps")
+    prefill_chunk_tokens: int = _option(256, "longest piece of a prompt that passes a layer at once")
+    max_context_len: int | None = _option(None, "longest prompt plus output; default: the model's own limit")
+    block_size: int = _option(32, "tokens in one block of the KV cache")
+    kv_memory_bytes: int | None = _option(
+        None,
+        "KV cache of each R-worker, e.g. 40G; default: its share of the memory this process may use",
+        metavar="SIZE",
+    )
+    threads: int | None = _option(
+        None, "threads of each rank; default: OMP_NUM_THREADS, SLURM_CPUS_PER_TASK, or this rank's cores"
+    )
+    isa: str | None = _option(
+        None, "instruction set of the kernels; default: FASTDECODE_ISA, or the best that all ranks have",
+        choices=("scalar", "avx2", "avx512", "neon"),
+    )  # fmt: skip
+    isa_per_rank: bool = _option(False, "let each R-worker use its own best instruction set")
+    batch_invariant: bool | None = _option(
+        None, "make a row's bits independent of its batch; default: on where the S-Part is on a CPU"
+    )
+    seed: int = _option(0, "seed of rows that bring none")
+
+    def __post_init__(self) -> None:
+        for spec in dataclasses.fields(self):
+            choices, value = spec.metadata.get("choices"), getattr(self, spec.name)
+            if choices and value is not None:
+                check_choice(spec.name, value, choices)
+        for name in ("num_slots", "max_batch_size", "max_prefill_tokens", "block_size"):
+            check_at_least(name, getattr(self, name), 1)
+        for name in ("ranks", "max_context_len", "kv_memory_bytes", "threads"):
+            if getattr(self, name) is not None:
+                check_at_least(name, getattr(self, name), 1)
+        if self.prefill_chunk_tokens < 8 or self.prefill_chunk_tokens % 8:
+            raise ConfigError(f"prefill_chunk_tokens is {self.prefill_chunk_tokens}; it must be a multiple of 8")
+        if self.block_size % 8:
+            raise ConfigError(f"block_size is {self.block_size}; it must be a multiple of 8")
+        if not 0 <= self.seed < 2**64:
+            raise ConfigError(f"seed is {self.seed}; it must be between 0 and 2**64 - 1")
+
+    def as_dict(self) -> dict[str, Any]:
+        """The effective options as plain values, for the report."""
+        return dataclasses.asdict(self)

@@ -1,0 +1,1 @@
+"""R-Part: decode attention over one KV partition on a CPU; no torch."""

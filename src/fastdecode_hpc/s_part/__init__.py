@@ -1,0 +1,1 @@
+"""S-Part: every layer with weights, on rank 0."""

@@ -1,0 +1,1 @@
+"""WHEN and WHERE: pure Python, no torch, no MPI, no clock."""

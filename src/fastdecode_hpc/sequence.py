@@ -1,0 +1,166 @@
+"""The words everything else uses: sampling settings, requests, sequences, mini-batches."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+MAX_LOGPROBS = 20
+
+
+def _check_range(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
+    """Raise `ValueError` unless `value` is a finite number in ``[low, high]`` (``(low, high]``)."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or value > high or value < low or (open_low and value == low):
+        bounds = f"{'above' if open_low else 'at least'} {low:g}" + (f" and at most {high:g}" if high < math.inf else "")
+        raise ValueError(f"{name} is {value!r}; it must be a number {bounds}")
+
+
+def _check_whole(name: str, value: Any, low: int, high: int | None = None) -> None:
+    """Raise `ValueError` unless `value` is an integer in ``[low, high]``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        bounds = f"at least {low}" + (f" and at most {high}" if high is not None else "")
+        raise ValueError(f"{name} is {value!r}; it must be a whole number, {bounds}")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request is continued. The defaults are greedy.
+
+    Parameters
+    ----------
+    max_new_tokens : int
+        Most tokens to generate.
+    temperature : float
+        0 takes the most likely token; above 0 divides the logits before sampling.
+    top_k, top_p, min_p
+        Keep the `top_k` most likely tokens (0: all), then the smallest set of mass `top_p`, then those
+        at least `min_p` times as likely as the most likely one.
+    repetition_penalty : float
+        Divides positive and multiplies negative logits of tokens seen in prompt or output.
+    seed : int or None
+        Key of the row's random numbers; None takes the run's.
+    stop : tuple of str
+        Generation ends before the first of these in the text.
+    ignore_eos : bool
+        Go on after an end-of-sequence token.
+    logprobs : int or None
+        Report the log-probability of each token and of this many most likely ones.
+
+    Raises
+    ------
+    ValueError
+        With the value and the allowed range.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_whole("max_new_tokens", self.max_new_tokens, 1)
+        _check_range("temperature", self.temperature, 0.0, 100.0)
+        _check_whole("top_k", self.top_k, 0)
+        _check_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _check_range("min_p", self.min_p, 0.0, 1.0)
+        _check_range("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
+        if self.seed is not None:
+            _check_whole("seed", self.seed, 0, 2**64 - 1)
+        if not all(isinstance(text, str) and text for text in self.stop):
+            raise ValueError(f"stop is {list(self.stop)!r}; it must hold non-empty strings")
+        if self.logprobs is not None:
+            _check_whole("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+@dataclass(slots=True)
+class Request:
+    """One input line that can be run: what to continue and how."""
+
+    index: int  # position among the non-blank lines of the input, from 0
+    custom_id: str | None
+    prompt: str | list[int] | None  # text or token ids; None where `messages` is given
+    messages: list[dict[str, Any]] | None = None
+    params: SamplingParams = field(default_factory=SamplingParams)
+    line: int = 0  # line number in the file, from 1
+    num_choices: int = 1
+    return_token_ids: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural-log probability of one generated token and of the most likely ones at its place."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True)
+class Sequence:
+    """One generation in progress: a choice of a request, its tokens and where its KV lives.
+
+    `forced_ids` are tokens known beforehand: a rebuild prefills the prompt and then takes its samples
+    from here until they are used up.
+    """
+
+    seq_id: int
+    index: int  # of the request
+    prompt_ids: list[int]
+    params: SamplingParams
+    max_new_tokens: int  # clamped to the room that is left
+    choice: int = 0
+    seed: int = 0
+    forced_ids: tuple[int, ...] = ()
+    output_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    owner: int = -1  # rank of the R-worker that holds its KV
+    finish_reason: str | None = None  # stop | length
+    error: str | None = None
+    t_admitted_s: float = 0.0
+    t_first_token_s: float = 0.0
+    t_finished_s: float = 0.0
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def context_len(self) -> int:
+        """Tokens in the cache once the newest one has been appended."""
+        return self.prompt_len + len(self.output_ids)
+
+    @property
+    def max_context_len(self) -> int:
+        """Most tokens its cache may hold: the worst case plus one spare (a late stop string)."""
+        return self.prompt_len + self.max_new_tokens + 1
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
+
+
+@dataclass(slots=True)
+class MiniBatch:
+    """The sequences of one slot, ordered by owner, so that a scatter is contiguous."""
+
+    slot: int
+    seqs: list[Sequence] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.seqs)
+
+    def sort(self) -> None:
+        """Restore the order by owner (then by age) after sequences came or went."""
+        self.seqs.sort(key=lambda seq: (seq.owner, seq.seq_id))
