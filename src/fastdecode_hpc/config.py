@@ -145,6 +145,7 @@ class RunConfig:
     batch_invariant: bool | None = _option(
         None, "make a row's bits independent of its batch; default: on where the S-Part is on a CPU"
     )
+    watchdog_s: float = _option(300.0, "seconds that a wait for another rank may take before the job is ended")
     seed: int = _option(0, "seed of rows that bring none")
 
     def __post_init__(self) -> None:
@@ -161,6 +162,8 @@ class RunConfig:
             raise ConfigError(f"prefill_chunk_tokens is {self.prefill_chunk_tokens}; it must be a multiple of 8")
         if self.block_size % 8:
             raise ConfigError(f"block_size is {self.block_size}; it must be a multiple of 8")
+        if not self.watchdog_s > 0:
+            raise ConfigError(f"watchdog_s is {self.watchdog_s}; it must be above 0")
         if not 0 <= self.seed < 2**64:
             raise ConfigError(f"seed is {self.seed}; it must be between 0 and 2**64 - 1")
 

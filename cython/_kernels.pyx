@@ -1,0 +1,401 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, cdivision=True
+# cython: freethreading_compatible=False
+"""Binding of the attention kernels: checks shapes, releases the GIL, spreads work over threads.
+
+The arithmetic is in ``kernels/``, the list of work comes from `r_part.step_work`. The OpenMP loops are here.
+"""
+
+from cpython.buffer cimport PyBUF_FORMAT, PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
+from cython.parallel cimport parallel, prange
+from libc.stdint cimport int32_t, int64_t, uint8_t
+from libc.string cimport strcmp
+
+import numpy as np
+
+cdef extern from "kernels/kernels.h" namespace "fastdecode" nogil:
+    cdef struct LayerView:
+        char* keys
+        int64_t block_bytes
+        int64_t value_bytes
+        int64_t head_bytes
+        int32_t block_size
+        int32_t head_dim
+        int32_t dtype
+
+    cdef struct AttendArgs:
+        LayerView layer
+        const int32_t* blocks
+        const int64_t* table_base
+        const int32_t* positions
+        const char* queries
+        int64_t query_row_bytes
+        char* out
+        int64_t out_row_bytes
+        float* lse
+        int32_t group_size
+        int32_t num_heads
+        int32_t wire_dtype
+        float scale
+
+    cdef struct Span:
+        int32_t row
+        int32_t head
+        int32_t start
+        int32_t stop
+
+    cdef struct StoreArgs:
+        LayerView layer
+        const int64_t* token_bytes
+        const char* rows
+        int64_t row_bytes
+        int32_t num_kv_heads
+        int32_t wire_dtype
+
+    cdef struct Kernels:
+        const char* name
+        void (*attend_span)(const AttendArgs&, const Span&, float*, float*) noexcept nogil
+        void (*finish_row)(const AttendArgs&, int32_t, int32_t, const float*, int64_t, float*) noexcept nogil
+        void (*store_row)(const StoreArgs&, int64_t) noexcept nogil
+        void (*convert)(const void*, int32_t, void*, int32_t, int64_t) noexcept nogil
+
+    int64_t partial_floats(int32_t, int32_t)
+    int64_t workspace_floats(int32_t, int32_t)
+    int num_available()
+    const Kernels* available(int)
+
+
+DTYPES = {"fp32": 0, "fp16": 1, "bf16": 2}
+cdef (const char*)[3] FORMATS = [b"f", b"e", b"H"]  # how NumPy arrays of these types describe themselves
+cdef int[3] ITEM_BYTES = [4, 2, 2]
+cdef int64_t PAGE_BYTES = 4096
+cdef int64_t MIN_STORE_BYTES = 1 << 17  # of K and V for each thread; below, starting it costs more
+
+cdef const Kernels* active = available(num_available() - 1)
+
+
+def available_isas():
+    """Return the instruction sets built in that this processor can run, slowest first."""
+    cdef int i
+    return tuple([available(i).name.decode() for i in range(num_available())])
+
+
+def active_isa():
+    """Return the instruction set in use."""
+    return active.name.decode()
+
+
+def select_isa(str name not None):
+    """Use the named instruction set from now on; ValueError if this processor cannot run it."""
+    global active
+    cdef int i
+    cdef bytes wanted = name.encode()
+    for i in range(num_available()):
+        if strcmp(available(i).name, wanted) == 0:
+            active = available(i)
+            return
+    raise ValueError(f"instruction set {name!r} is not available; this processor can run {available_isas()}")
+
+
+def convert(source, str source_dtype not None, target, str target_dtype not None):
+    """Convert rows of one type to another as the wire and the cache do: nearest even, saturating.
+
+    Both are [rows, columns]; columns is a multiple of 8.
+    """
+    cdef Rows from_rows = Rows(source, DTYPES[source_dtype], -1, -1, False, "source")
+    cdef Rows to_rows = Rows(target, DTYPES[target_dtype], from_rows.num_rows, from_rows.num_columns, True, "target")
+    if from_rows.num_columns % 8:
+        raise ValueError(f"source has {from_rows.num_columns} columns; it must be a multiple of 8")
+    with nogil:
+        active.convert(from_rows.data, from_rows.dtype, to_rows.data, to_rows.dtype,
+                       from_rows.num_rows * from_rows.num_columns)
+
+
+cdef class Rows:
+    """A checked view of a C-contiguous array [num_rows, num_columns]; holds the buffer while it lives."""
+
+    cdef Py_buffer buffer
+    cdef bint is_open
+    cdef char* data
+    cdef int32_t dtype
+    cdef int64_t num_rows, num_columns, row_bytes
+
+    def __cinit__(self, array, int32_t dtype, int64_t num_rows, int64_t num_columns, bint writable, str name):
+        # A size of -1 takes whatever the array has.
+        self.is_open = False
+        PyObject_GetBuffer(array, &self.buffer, PyBUF_FORMAT | PyBUF_STRIDES | (PyBUF_WRITABLE if writable else 0))
+        self.is_open = True
+        cdef const Py_buffer* buffer = &self.buffer
+        if strcmp(buffer.format, FORMATS[dtype]) != 0:
+            raise ValueError(f"{name} has items {buffer.format.decode()!r}; they must be {FORMATS[dtype].decode()!r}")
+        if buffer.ndim != 2 or num_rows not in (-1, buffer.shape[0]) or num_columns not in (-1, buffer.shape[1]):
+            shape = tuple([buffer.shape[i] for i in range(buffer.ndim)])
+            raise ValueError(f"{name} has shape {shape}; it must be [{num_rows}, {num_columns}]".replace("-1", "any"))
+        self.dtype, self.num_rows, self.num_columns = dtype, buffer.shape[0], buffer.shape[1]
+        self.row_bytes = self.num_columns * ITEM_BYTES[dtype]
+        if self.num_columns > 1 and buffer.strides[1] != ITEM_BYTES[dtype] or (
+            self.num_rows > 1 and buffer.strides[0] != self.row_bytes
+        ):
+            strides = (buffer.strides[0], buffer.strides[1])
+            raise ValueError(f"{name} has strides {strides}; it must be contiguous: {(self.row_bytes, ITEM_BYTES[dtype])}")
+        self.data = <char*> buffer.buf
+
+    def __dealloc__(self):
+        if self.is_open:
+            PyBuffer_Release(&self.buffer)
+
+
+cdef class CacheView:
+    """The arena of one layer group, as the kernels address it."""
+
+    cdef uint8_t[::1] arena
+    cdef LayerView view  # with `keys` of layer 0
+    cdef int64_t layer_bytes
+    cdef readonly int32_t num_layers, num_kv_heads
+
+    def __init__(self, uint8_t[::1] arena not None, *, int32_t num_layers, int32_t num_kv_heads, int32_t head_dim,
+                 int32_t block_size, str kv_dtype):
+        if head_dim % 8 or not 8 <= head_dim <= 256:
+            raise ValueError(f"head_dim is {head_dim}; it must be a multiple of 8 up to 256")
+        if block_size % 8 or block_size < 8:
+            raise ValueError(f"block_size is {block_size}; it must be a multiple of 8")
+        self.arena, self.num_layers, self.num_kv_heads = arena, num_layers, num_kv_heads
+        self.view.block_size, self.view.head_dim, self.view.dtype = block_size, head_dim, DTYPES[kv_dtype]
+        self.view.head_bytes = <int64_t> block_size * head_dim * ITEM_BYTES[self.view.dtype]
+        self.view.value_bytes = num_kv_heads * self.view.head_bytes
+        self.layer_bytes = 2 * self.view.value_bytes
+        self.view.block_bytes = num_layers * self.layer_bytes
+        if arena.shape[0] % self.view.block_bytes:
+            raise ValueError(f"arena has {arena.shape[0]} bytes; it must be a multiple of {self.view.block_bytes}")
+        self.view.keys = <char*> &arena[0] if arena.shape[0] else NULL
+
+    @property
+    def block_bytes(self):
+        """Bytes of one block."""
+        return self.view.block_bytes
+
+    cdef LayerView layer(self, int32_t index) except *:
+        """The view of one layer; `index` counts within the group."""
+        if not 0 <= index < self.num_layers:
+            raise IndexError(f"layer {index} of a group of {self.num_layers}")
+        cdef LayerView view = self.view
+        view.keys += index * self.layer_bytes
+        return view
+
+    def touch(self, int64_t start, int64_t stop, int num_threads):
+        """Write to every page of the bytes [start, stop), which must be unused, from all threads."""
+        if not 0 <= start <= stop <= self.arena.shape[0]:
+            raise IndexError(f"bytes {start} to {stop} of an arena of {self.arena.shape[0]}")
+        cdef int64_t page
+        cdef int64_t num_pages = (stop - start + PAGE_BYTES - 1) // PAGE_BYTES
+        cdef uint8_t* first = <uint8_t*> self.view.keys + start
+        for page in prange(num_pages, nogil=True, schedule="static", num_threads=num_threads):
+            first[page * PAGE_BYTES] = 0
+
+    def store(self, int32_t layer, const int64_t[::1] token_bytes not None, rows, int64_t column, str wire_dtype,
+              int num_threads):
+        """Store K and V of some tokens.
+
+        rows is [num_rows, ...] of `wire_dtype`; K starts at `column`, V follows. token_bytes [num_rows] is the
+        place of each token, from the start of block 0 (see `StepWork`).
+        """
+        cdef Rows checked = Rows(rows, DTYPES[wire_dtype], token_bytes.shape[0], -1, False, "rows")
+        cdef int64_t width = 2 * self.num_kv_heads * self.view.head_dim
+        if not 0 <= column <= checked.num_columns - width:
+            raise ValueError(f"rows have {checked.num_columns} columns; [k|v] needs {width} from {column} on")
+        cdef StoreArgs args
+        args.layer = self.layer(layer)
+        args.token_bytes = &token_bytes[0] if checked.num_rows else NULL
+        args.rows = checked.data + column * ITEM_BYTES[checked.dtype]
+        args.row_bytes = checked.row_bytes
+        args.num_kv_heads, args.wire_dtype = self.num_kv_heads, checked.dtype
+        cdef int64_t row
+        cdef int64_t num_rows = checked.num_rows
+        cdef int64_t limit = num_rows * self.layer_bytes // self.view.block_size // MIN_STORE_BYTES
+        cdef int threads = <int> max(1, min(num_threads, limit))
+        cdef const Kernels* kernels = active
+        for row in prange(num_rows, nogil=True, schedule="static", num_threads=threads):
+            kernels.store_row(args, row)
+
+
+cdef struct Piece:  # what the threads of one call share
+    const int32_t* item_pair
+    const int32_t* item_start
+    const int32_t* item_stop
+    const int64_t* pair_items   # pair |-> its first item
+    const int64_t* shares       # thread |-> its first item
+    int64_t first_pair
+    int64_t stop_pair
+    int32_t num_kv_heads
+    int num_threads
+    float* partials             # of the piece's first item
+    int64_t partial_stride
+    float* workspaces           # of thread 0
+    int64_t workspace_stride
+
+
+cdef class GroupPlan:
+    """The work of one step in one layer group; arrays are described in `r_part.step_work.GroupWork`."""
+
+    cdef const int32_t[::1] blocks, positions, item_pair, item_start, item_stop
+    cdef const int64_t[::1] table_base, pair_items, piece_rows, piece_threads
+    cdef const int64_t[:, ::1] shares
+    cdef int64_t num_rows, max_items
+    cdef int max_threads
+    cdef int32_t num_kv_heads
+
+    def __init__(self, *, int32_t num_kv_heads, const int32_t[::1] blocks not None,
+                 const int64_t[::1] table_base not None, const int32_t[::1] positions not None,
+                 const int32_t[::1] item_pair not None, const int32_t[::1] item_start not None,
+                 const int32_t[::1] item_stop not None, const int64_t[::1] pair_items not None,
+                 const int64_t[::1] piece_rows not None, const int64_t[::1] piece_threads not None,
+                 const int64_t[:, ::1] shares not None):
+        self.num_rows, self.num_kv_heads = positions.shape[0], num_kv_heads
+        expect("table_base", table_base.shape[0], self.num_rows)
+        expect("pair_items", pair_items.shape[0], self.num_rows * num_kv_heads + 1)
+        expect("item_start", item_start.shape[0], item_pair.shape[0])
+        expect("item_stop", item_stop.shape[0], item_pair.shape[0])
+        expect("last pair_items", pair_items[pair_items.shape[0] - 1], item_pair.shape[0])
+        expect("piece_threads", piece_threads.shape[0], piece_rows.shape[0] - 1)
+        expect("shares", shares.shape[0], piece_threads.shape[0])
+        self.blocks, self.table_base, self.positions = blocks, table_base, positions
+        self.item_pair, self.item_start, self.item_stop = item_pair, item_start, item_stop
+        self.pair_items, self.piece_rows, self.piece_threads = pair_items, piece_rows, piece_threads
+        self.shares = shares
+        self.measure_pieces()
+
+    cdef int measure_pieces(self) except -1:
+        """Check the pieces and note how much scratch memory the largest one needs."""
+        cdef int64_t piece, items
+        self.max_items, self.max_threads = 0, 1
+        for piece in range(self.piece_threads.shape[0]):
+            if not 1 <= self.piece_threads[piece] < self.shares.shape[1]:
+                raise ValueError(f"piece {piece} has {self.piece_threads[piece]} threads of {self.shares.shape[1] - 1}")
+            items = self.pair_items[self.piece_rows[piece + 1] * self.num_kv_heads]
+            items -= self.pair_items[self.piece_rows[piece] * self.num_kv_heads]
+            self.max_items = max(self.max_items, items)
+            self.max_threads = max(self.max_threads, <int> self.piece_threads[piece])
+        return 0
+
+    cdef int fill(self, Piece* piece, int64_t index) except -1:
+        """Point `piece` at the work of one piece."""
+        if not 0 <= index < self.piece_threads.shape[0]:
+            raise IndexError(f"piece {index} of {self.piece_threads.shape[0]}")
+        piece.first_pair = self.piece_rows[index] * self.num_kv_heads
+        piece.stop_pair = self.piece_rows[index + 1] * self.num_kv_heads
+        piece.num_threads = <int> self.piece_threads[index]
+        piece.num_kv_heads = self.num_kv_heads
+        piece.pair_items = &self.pair_items[0]
+        piece.shares = &self.shares[index, 0]
+        if self.item_pair.shape[0]:
+            piece.item_pair = &self.item_pair[0]
+            piece.item_start = &self.item_start[0]
+            piece.item_stop = &self.item_stop[0]
+        return 0
+
+
+cdef int expect(str name, int64_t size, int64_t wanted) except -1:
+    if size != wanted:
+        raise ValueError(f"{name} has {size} entries; it must have {wanted}")
+    return 0
+
+
+cdef class GroupAttention:
+    """Decode attention over the layers of one group, with its scratch memory."""
+
+    cdef CacheView cache
+    cdef int32_t num_heads, group_size, wire_dtype
+    cdef int64_t qkv_columns, partial_stride, workspace_stride
+    cdef float scale
+    cdef float[::1] partials, workspaces
+
+    def __init__(self, CacheView cache not None, *, int32_t num_heads, str wire_dtype, float scale):
+        if num_heads < 1 or num_heads % cache.num_kv_heads:
+            raise ValueError(f"{num_heads} heads cannot share {cache.num_kv_heads} KV heads")
+        if not 0 < scale < float("inf"):
+            raise ValueError(f"scale is {scale}; it must be a positive number")
+        cdef int32_t head_dim = cache.view.head_dim
+        self.cache, self.num_heads, self.scale = cache, num_heads, scale
+        self.wire_dtype, self.group_size = DTYPES[wire_dtype], num_heads // cache.num_kv_heads
+        self.qkv_columns = <int64_t> (num_heads + 2 * cache.num_kv_heads) * head_dim
+        self.partial_stride = partial_floats(self.group_size, head_dim)
+        self.workspace_stride = workspace_floats(self.group_size, head_dim)
+        self.partials = np.empty(0, np.float32)
+        self.workspaces = np.empty(0, np.float32)
+
+    def attend(self, int32_t layer, GroupPlan plan not None, qkv, out, int64_t piece, lse=None):
+        """Attention of the rows of one piece.
+
+        qkv [num_rows, qkv_size] and out [num_rows, q_size] are of the wire's type; lse [num_rows, num_heads] is
+        float32 and optional.
+        """
+        expect("plan's KV heads", plan.num_kv_heads, self.cache.num_kv_heads)
+        cdef Rows queries = Rows(qkv, self.wire_dtype, plan.num_rows, self.qkv_columns, False, "qkv")
+        cdef Rows outputs = Rows(out, self.wire_dtype, plan.num_rows, self.num_heads * self.cache.view.head_dim, True,
+                                 "out")
+        cdef Rows sums
+        cdef AttendArgs args
+        args.layer = self.cache.layer(layer)
+        args.blocks = &plan.blocks[0]
+        args.table_base, args.positions = &plan.table_base[0], &plan.positions[0]
+        args.queries, args.query_row_bytes = queries.data, queries.row_bytes
+        args.out, args.out_row_bytes = outputs.data, outputs.row_bytes
+        args.group_size, args.num_heads = self.group_size, self.num_heads
+        args.wire_dtype, args.scale = self.wire_dtype, self.scale
+        args.lse = NULL
+        if lse is not None:
+            sums = Rows(lse, 0, plan.num_rows, self.num_heads, True, "lse")
+            args.lse = <float*> sums.data
+        cdef Piece work
+        plan.fill(&work, piece)
+        self.lend_scratch(&work, plan)
+        cdef const Kernels* kernels = active
+        with nogil:
+            run_piece(kernels, &args, &work)
+
+    cdef int lend_scratch(self, Piece* work, GroupPlan plan) except -1:
+        """Scratch memory for the plan's largest piece; it only grows."""
+        if self.partials.shape[0] < plan.max_items * self.partial_stride:
+            self.partials = np.empty(plan.max_items * self.partial_stride, np.float32)
+        if self.workspaces.shape[0] < plan.max_threads * self.workspace_stride:
+            self.workspaces = np.empty(plan.max_threads * self.workspace_stride, np.float32)
+        work.partials = &self.partials[0] if self.partials.shape[0] else NULL
+        work.workspaces = &self.workspaces[0]
+        work.partial_stride, work.workspace_stride = self.partial_stride, self.workspace_stride
+        return 0
+
+
+cdef void run_piece(const Kernels* kernels, const AttendArgs* args, const Piece* work) noexcept nogil:
+    """One parallel region: all spans, a barrier, then each row and KV head is finished.
+
+    Loops over shares, not over thread numbers, so that all work is done however many threads there are.
+    """
+    cdef int share
+    with parallel(num_threads=work.num_threads):
+        for share in prange(work.num_threads, schedule="static", chunksize=1):
+            attend_share(kernels, args, work, share)
+        for share in prange(work.num_threads, schedule="static", chunksize=1):
+            finish_share(kernels, args, work, share)
+
+
+cdef void attend_share(const Kernels* kernels, const AttendArgs* args, const Piece* work, int share) noexcept nogil:
+    cdef float* workspace = work.workspaces + share * work.workspace_stride
+    cdef int64_t first = work.pair_items[work.first_pair]
+    cdef int64_t item
+    cdef Span span
+    for item in range(work.shares[share], work.shares[share + 1]):
+        span.row = work.item_pair[item] // work.num_kv_heads
+        span.head = work.item_pair[item] % work.num_kv_heads
+        span.start, span.stop = work.item_start[item], work.item_stop[item]
+        kernels.attend_span(args[0], span, work.partials + (item - first) * work.partial_stride, workspace)
+
+
+cdef void finish_share(const Kernels* kernels, const AttendArgs* args, const Piece* work, int share) noexcept nogil:
+    cdef float* workspace = work.workspaces + share * work.workspace_stride
+    cdef int64_t count = work.stop_pair - work.first_pair
+    cdef int64_t first = work.pair_items[work.first_pair]
+    cdef int64_t pair, items
+    for pair in range(work.first_pair + count * share // work.num_threads,
+                      work.first_pair + count * (share + 1) // work.num_threads):
+        items = work.pair_items[pair + 1] - work.pair_items[pair]
+        kernels.finish_row(args[0], <int32_t> (pair // work.num_kv_heads), <int32_t> (pair % work.num_kv_heads),
+                           work.partials + (work.pair_items[pair] - first) * work.partial_stride, items, workspace)

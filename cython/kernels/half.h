@@ -1,0 +1,22 @@
+// Storage types of 16 bits, and limits that all instruction sets share.
+#pragma once
+
+#include <cstdint>
+
+namespace {
+
+struct Half {
+  std::uint16_t bits;  // IEEE binary16
+};
+
+struct BFloat16 {
+  std::uint16_t bits;  // the upper half of a float
+};
+
+constexpr float kHalfMax = 65504.0f;
+constexpr float kBFloat16Max = 0x1.fep127f;
+
+// Adding this to a small float leaves its nearest integer in the low bits of the sum.
+constexpr float kRoundMagic = 12582912.0f;  // 1.5 * 2^23; exp2_from_magic needs its low 9 bits to be 0
+
+}  // namespace

@@ -1,0 +1,98 @@
+// Sixteen floats with AVX-512 (F, BW, DQ, VL). The names are explained in vec_scalar.h.
+#pragma once
+
+#include <immintrin.h>
+
+#include "half.h"
+
+namespace {
+
+struct Vec {
+  static constexpr int width = 16;
+  static constexpr int head_tile = 4;  // 4 heads x 4 tokens = 16 of 32 registers
+  __m512 v;
+};
+
+__mmask16 first(int count) { return static_cast<__mmask16>((1u << count) - 1u); }
+
+__m512 half_to_float(__m256i bits) { return _mm512_cvtph_ps(bits); }
+__m512 bfloat16_to_float(__m256i bits) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+
+Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
+Vec load(const Half* p) { return {half_to_float(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
+Vec load(const BFloat16* p) { return {bfloat16_to_float(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
+
+Vec load_part(const float* p, int count) { return {_mm512_maskz_loadu_ps(first(count), p)}; }
+Vec load_part(const Half* p, int count) { return {half_to_float(_mm256_maskz_loadu_epi16(first(count), p))}; }
+Vec load_part(const BFloat16* p, int count) { return {bfloat16_to_float(_mm256_maskz_loadu_epi16(first(count), p))}; }
+
+__m256i half_bits(__m512 x) { return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
+
+// Integer rounding to nearest even; NaN is made quiet instead, as rounding could turn it into infinity.
+__m256i bfloat16_bits(__m512 x) {
+  const __m512i bits = _mm512_castps_si512(x);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const __mmask16 is_nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+  const __m512i words = _mm512_mask_or_epi32(rounded, is_nan, bits, _mm512_set1_epi32(0x400000));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(words, 16));
+}
+
+void store(float* p, Vec x) { _mm512_storeu_ps(p, x.v); }
+void store(Half* p, Vec x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), half_bits(x.v)); }
+void store(BFloat16* p, Vec x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), bfloat16_bits(x.v)); }
+
+void store_part(float* p, Vec x, int count) { _mm512_mask_storeu_ps(p, first(count), x.v); }
+void store_part(Half* p, Vec x, int count) { _mm256_mask_storeu_epi16(p, first(count), half_bits(x.v)); }
+void store_part(BFloat16* p, Vec x, int count) { _mm256_mask_storeu_epi16(p, first(count), bfloat16_bits(x.v)); }
+
+Vec broadcast(float x) { return {_mm512_set1_ps(x)}; }
+Vec add(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
+Vec sub(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
+Vec mul(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
+Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
+
+__m256 fold_add(__m512 x) { return _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1)); }
+
+// Sums of four vectors at once, so that there is not one horizontal sum for each.
+void reduce_add4(Vec a, Vec b, Vec c, Vec d, float* sums) {
+  const __m256 ab = _mm256_hadd_ps(fold_add(a.v), fold_add(b.v));
+  const __m256 pairs = _mm256_hadd_ps(ab, _mm256_hadd_ps(fold_add(c.v), fold_add(d.v)));
+  _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1)));
+}
+
+float reduce_add(Vec x) {
+  float sums[4];
+  reduce_add4(x, x, x, x, sums);
+  return sums[0];
+}
+
+float reduce_max(Vec x) {
+  const __m256 half = _mm256_max_ps(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1));
+  __m128 m = _mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+  m = _mm_max_ps(m, _mm_movehl_ps(m, m));
+  return _mm_cvtss_f32(_mm_max_ss(m, _mm_shuffle_ps(m, m, 1)));
+}
+
+Vec saturate(Vec x, float limit) {
+  const __mmask16 is_inf = _mm512_cmp_ps_mask(_mm512_abs_ps(x.v), _mm512_set1_ps(__builtin_inff()), _CMP_EQ_OQ);
+  // The limit is the first operand: where x is NaN, min and max return the second.
+  const __m512 low = _mm512_min_ps(_mm512_set1_ps(limit), x.v);
+  const __m512 clamped = _mm512_max_ps(_mm512_set1_ps(-limit), low);
+  return {_mm512_mask_blend_ps(is_inf, clamped, x.v)};
+}
+
+Vec exp2_from_magic(Vec t) {
+  const __m512i biased = _mm512_add_epi32(_mm512_castps_si512(t.v), _mm512_set1_epi32(127));
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(biased, 23))};
+}
+
+Vec zero_below(Vec x, float limit, Vec value) {
+  const __mmask16 keep = _mm512_cmp_ps_mask(x.v, _mm512_set1_ps(limit), _CMP_NLT_UQ);
+  return {_mm512_maskz_mov_ps(keep, value.v)};
+}
+
+}  // namespace

@@ -1,0 +1,64 @@
+// Four floats with the NEON of every AArch64 processor. The names are explained in vec_scalar.h.
+#pragma once
+
+#include <arm_neon.h>
+
+#include "half.h"
+
+namespace {
+
+struct Vec {
+  static constexpr int width = 4;
+  static constexpr int head_tile = 4;  // 4 heads x 4 tokens = 16 of 32 registers
+  float32x4_t v;
+};
+
+Vec load(const float* p) { return {vld1q_f32(p)}; }
+Vec load(const Half* p) { return {vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&p->bits)))}; }
+Vec load(const BFloat16* p) { return {vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(vld1_u16(&p->bits)), 16))}; }
+
+// Integer rounding to nearest even; NaN is made quiet instead, as rounding could turn it into infinity.
+uint16x4_t bfloat16_bits(float32x4_t x) {
+  const uint32x4_t bits = vreinterpretq_u32_f32(x);
+  const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+  const uint32x4_t rounded = vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
+  const uint32x4_t quiet = vorrq_u32(bits, vdupq_n_u32(0x400000));
+  return vshrn_n_u32(vbslq_u32(vceqq_f32(x, x), rounded, quiet), 16);
+}
+
+void store(float* p, Vec x) { vst1q_f32(p, x.v); }
+void store(Half* p, Vec x) { vst1_u16(&p->bits, vreinterpret_u16_f16(vcvt_f16_f32(x.v))); }
+void store(BFloat16* p, Vec x) { vst1_u16(&p->bits, bfloat16_bits(x.v)); }
+
+Vec broadcast(float x) { return {vdupq_n_f32(x)}; }
+Vec add(Vec a, Vec b) { return {vaddq_f32(a.v, b.v)}; }
+Vec sub(Vec a, Vec b) { return {vsubq_f32(a.v, b.v)}; }
+Vec mul(Vec a, Vec b) { return {vmulq_f32(a.v, b.v)}; }
+Vec fma(Vec a, Vec b, Vec c) { return {vfmaq_f32(c.v, a.v, b.v)}; }
+Vec max(Vec a, Vec b) { return {vbslq_f32(vcgtq_f32(a.v, b.v), a.v, b.v)}; }
+
+// Sums of four vectors at once, so that there is not one horizontal sum for each.
+void reduce_add4(Vec a, Vec b, Vec c, Vec d, float* sums) {
+  vst1q_f32(sums, vpaddq_f32(vpaddq_f32(a.v, b.v), vpaddq_f32(c.v, d.v)));
+}
+
+float reduce_add(Vec x) { return vaddvq_f32(x.v); }
+float reduce_max(Vec x) { return vmaxvq_f32(x.v); }
+
+Vec saturate(Vec x, float limit) {
+  const uint32x4_t is_inf = vceqq_f32(vabsq_f32(x.v), vdupq_n_f32(__builtin_inff()));
+  const float32x4_t clamped = vmaxq_f32(vdupq_n_f32(-limit), vminq_f32(vdupq_n_f32(limit), x.v));
+  return {vbslq_f32(is_inf, x.v, clamped)};
+}
+
+Vec exp2_from_magic(Vec t) {
+  const uint32x4_t biased = vaddq_u32(vreinterpretq_u32_f32(t.v), vdupq_n_u32(127));
+  return {vreinterpretq_f32_u32(vshlq_n_u32(biased, 23))};
+}
+
+Vec zero_below(Vec x, float limit, Vec value) {
+  const uint32x4_t below = vcltq_f32(x.v, vdupq_n_f32(limit));
+  return {vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(value.v), below))};
+}
+
+}  // namespace

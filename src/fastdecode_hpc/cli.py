@@ -1,0 +1,204 @@
+"""The command line: ``fastdecode generate | report``.
+
+Parsing, ``--help`` and ``--version`` import neither MPI nor torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import types
+import typing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from fastdecode_hpc import __version__
+from fastdecode_hpc.config import ConfigError, RunConfig
+from fastdecode_hpc.host import parse_bytes
+from fastdecode_hpc.launch import announce, detect, launch
+from fastdecode_hpc.sequence import SamplingParams
+
+SAMPLING_HELP = {
+    "max_new_tokens": "most tokens to generate",
+    "temperature": "0 is greedy",
+    "top_k": "keep the K most likely tokens; 0: all",
+    "top_p": "keep the smallest set of tokens of this mass",
+    "min_p": "keep tokens at least this times as likely as the most likely one",
+    "repetition_penalty": "above 1 makes tokens that were seen less likely",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says a usage error once, not once a rank."""
+
+    def error(self, message: str) -> NoReturn:
+        if (detect().rank or 0) == 0:
+            self.print_usage(sys.stderr)
+            print(f"fastdecode: {message}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = _Parser(prog="fastdecode", description="Offline LLM decoding with the KV cache on CPU sockets, over MPI.")
+    parser.add_argument("--version", action="version", version=f"fastdecode {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_generate(commands)
+    _add_report(commands)
+    return parser
+
+
+def _add_generate(commands: Any) -> None:
+    parser = commands.add_parser(
+        "generate", help="complete a file of prompts", description="Complete a JSONL file of prompts.",
+    )  # fmt: skip
+    files = parser.add_argument_group("files")
+    files.add_argument("--input", required=True, help="JSONL file of prompts, or - for standard input")
+    files.add_argument("--output", required=True, type=Path, help="JSONL file of records, appended as requests finish")
+    files.add_argument("--report", type=Path, help="HDF5 file of figures")
+    files.add_argument("--overwrite", action="store_true", help="replace an existing output")
+    files.add_argument("--resume", action="store_true", help="go on with an existing output: requests it lacks run")
+    files.add_argument("--max-errors", type=int, metavar="N", help="end with code 4 after more than N failed requests")
+    files.add_argument("--verbose", action="store_true", help="say more")
+    _add_run_options(parser.add_argument_group("run"))
+    _add_sampling_options(parser.add_argument_group("sampling, for lines that bring no settings of their own"))
+    parser.set_defaults(func=run_generate)
+
+
+def _add_run_options(group: Any) -> None:
+    """One flag a field of `RunConfig`, with its help, choices and default."""
+    hints = typing.get_type_hints(RunConfig)
+    for spec in dataclasses.fields(RunConfig):
+        flag, text = f"--{spec.name.replace('_', '-')}", spec.metadata["help"]
+        kind = _plain_type(hints[spec.name])
+        options: dict[str, Any] = {"default": spec.default, "help": _with_default(text, spec.default)}
+        if kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            options["type"] = parse_bytes if spec.metadata.get("metavar") == "SIZE" else kind
+            options["choices"] = spec.metadata.get("choices")
+            options["metavar"] = spec.metadata.get("metavar") or _metavar(kind, options["choices"])
+        group.add_argument(flag, **options)
+
+
+def _add_sampling_options(group: Any) -> None:
+    hints = typing.get_type_hints(SamplingParams)
+    for spec in dataclasses.fields(SamplingParams):
+        if spec.name in SAMPLING_HELP:
+            text = _with_default(SAMPLING_HELP[spec.name], spec.default)
+            kind = _plain_type(hints[spec.name])
+            group.add_argument(
+                f"--{spec.name.replace('_', '-')}", type=kind, default=spec.default, help=text, metavar=_metavar(kind)
+            )
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop string; may be repeated")
+    group.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
+
+
+def _plain_type(hint: Any) -> Any:
+    """The type inside ``X | None``."""
+    if isinstance(hint, types.UnionType):
+        return next(arg for arg in typing.get_args(hint) if arg is not types.NoneType)
+    return hint
+
+
+def _metavar(kind: Any, choices: Any = None) -> str | None:
+    return None if choices else {int: "N", float: "X"}.get(kind, "TEXT")
+
+
+def _with_default(text: str, default: Any) -> str:
+    shown = default is not None and default is not False and "default" not in text
+    return f"{text} (default: {default})" if shown else text
+
+
+def _add_report(commands: Any) -> None:
+    parser = commands.add_parser("report", help="read a report", description="Read the HDF5 report of a run.")
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    show = actions.add_parser("show", help="print a report for people")
+    show.add_argument("file", type=Path)
+    show.set_defaults(func=run_report_show)
+
+
+def run_command(argv: Sequence[str]) -> int:
+    """Parse and run; the exit code."""
+    args = build_parser().parse_args(argv)
+    try:
+        func: Callable[[argparse.Namespace, Sequence[str]], int] = args.func
+        return func(args, argv)
+    except ConfigError as error:
+        if (detect().rank or 0) == 0:
+            print(f"fastdecode: {error}", file=sys.stderr)
+        return 2
+
+
+def run_report_show(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    """``fastdecode report show FILE``."""
+    from fastdecode_hpc.report import format_report
+
+    print(format_report(args.file))
+    return 0
+
+
+def run_generate(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    """``fastdecode generate``: start the ranks, or be one of them."""
+    run = _from_args(RunConfig, args)
+    if detect().kind == "none" and (run.ranks or 1) > 1:
+        return launch(run.ranks or 1, argv)
+    announce()
+    from fastdecode_hpc.engine import connect
+    from fastdecode_hpc.log import set_up_logging
+    from fastdecode_hpc.startup import Dismissed
+
+    world = connect(run)
+    set_up_logging(0 if world is None else world.rank, verbose=args.verbose)
+    try:
+        code = _run_rank(run, args, world)
+    except ConfigError as error:
+        print(f"fastdecode: {error}", file=sys.stderr)
+        code = 2
+    except Dismissed:
+        code = 0
+    if world is not None:
+        world.finalize()
+    return code
+
+
+def _run_rank(run: RunConfig, args: argparse.Namespace, world: Any) -> int:
+    from fastdecode_hpc.engine import Engine
+    from fastdecode_hpc.job import run_job
+    from fastdecode_hpc.signals import StopRequest
+
+    stop = StopRequest()
+    stop.install()
+    files = _job_files(args)
+    engine = Engine(run, world=world, preflight=files.check, stop_requested=stop)
+    if engine.is_s_rank:
+        print(*(rank.line for rank in engine.setup.ranks), sep="\n", file=sys.stderr, flush=True)
+    return run_job(run, files, engine)
+
+
+def _job_files(args: argparse.Namespace) -> Any:
+    from fastdecode_hpc.job import JobFiles
+
+    return JobFiles(
+        input=args.input,
+        output=args.output,
+        overwrite=args.overwrite,
+        resume=args.resume,
+        report=args.report,
+        max_errors=args.max_errors,
+        defaults=_sampling(args),
+    )
+
+
+def _sampling(args: argparse.Namespace) -> SamplingParams:
+    values = {name: getattr(args, name) for name in SAMPLING_HELP}
+    try:
+        return SamplingParams(**values, stop=tuple(args.stop), ignore_eos=args.ignore_eos)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _from_args(cls: Any, args: argparse.Namespace) -> Any:
+    return cls(**{spec.name: getattr(args, spec.name) for spec in dataclasses.fields(cls)})

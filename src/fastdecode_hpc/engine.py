@@ -1,0 +1,471 @@
+"""Builds this rank's part of the system and runs requests through it.
+
+Every rank of a job makes an `Engine` and calls the same methods: rank 0 feeds and reads, the others
+work until that run's stop plans and return.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastdecode_hpc import startup
+from fastdecode_hpc.config import ConfigError, RunConfig
+from fastdecode_hpc.intake import Accepted, Intake, RequestFailure
+from fastdecode_hpc.launch import detect
+from fastdecode_hpc.sequence import Request, SamplingParams, Sequence, TokenLogprob
+from fastdecode_hpc.startup import Dismissed, RankSetup, Setup
+from fastdecode_hpc.timing import StepTimes
+
+if TYPE_CHECKING:
+    from fastdecode_hpc.r_part.worker import RWorker
+    from fastdecode_hpc.s_part.model import SPart
+    from fastdecode_hpc.tokenizer import TextStream, Tokenizer
+    from fastdecode_hpc.transport.base import REnd, SEnd
+    from fastdecode_hpc.transport.mpi import Progress, World
+
+
+@dataclass(slots=True)
+class Completion:
+    """What came of one request; `error` is its code and message where nothing usable did."""
+
+    request: Request
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    prompt_tokens: int = 0
+    logprobs: list[TokenLogprob] | None = None
+    notes: list[str] = field(default_factory=list)
+    error: tuple[str, str] | None = None
+    t_admitted_s: float = 0.0
+    t_first_token_s: float = 0.0
+    t_finished_s: float = 0.0
+
+
+@dataclass(slots=True)
+class RunStats:
+    """Totals of one run at rank 0. Only real tokens count: prompts as tokenised, tokens that were kept."""
+
+    num_requests: int = 0
+    num_errors: int = 0
+    prompt_tokens: int = 0  # of requests that were prefilled
+    output_tokens: int = 0
+    decode_tokens: int = 0  # output tokens that came out of decode steps: all but each sequence's first
+    t_tokenise_s: float = 0.0
+    t_prefill_s: float = 0.0
+    t_run_s: float = 0.0
+    num_saturated: int = 0
+    stopped: bool = False
+
+    def summary(self, load_s: float) -> dict[str, tuple[float, str]]:
+        """Figures by name, each with its unit."""
+        decode_s = max(self.t_run_s - self.t_prefill_s - self.t_tokenise_s, 1e-9)
+        return {
+            "load_time": (load_s, "s"),
+            "tokenise_time": (self.t_tokenise_s, "s"),
+            "prefill_time": (self.t_prefill_s, "s"),
+            "run_time": (self.t_run_s, "s"),
+            "num_requests": (self.num_requests, "1"),
+            "num_errors": (self.num_errors, "1"),
+            "prompt_tokens": (self.prompt_tokens, "tokens"),
+            "output_tokens": (self.output_tokens, "tokens"),
+            "prefill_tokens_per_s": (self.prompt_tokens / max(self.t_prefill_s, 1e-9), "tokens/s"),
+            "decode_tokens_per_s": (self.decode_tokens / decode_s, "tokens/s"),
+            "end_to_end_tokens_per_s": (self.output_tokens / max(self.t_run_s, 1e-9), "tokens/s"),
+            "num_saturated": (self.num_saturated, "1"),
+        }
+
+
+@dataclass(slots=True)
+class Hooks:
+    """What a run tells its caller, on rank 0."""
+
+    on_completion: Callable[[Completion], None]
+    on_token: Callable[[], None] = lambda: None
+    on_step: Callable[[StepTimes], None] = lambda times: None
+    stop_requested: Callable[[], bool] = lambda: False
+
+
+def connect(run: RunConfig) -> World | None:
+    """Join the other ranks, or None where one process runs both parts.
+
+    Raises
+    ------
+    ConfigError
+        If more than one rank is asked for outside a launcher.
+    """
+    launched = detect()
+    if launched.size is None and (run.ranks or 1) > 1:
+        raise ConfigError(
+            f"ranks is {run.ranks} but this process was not started by mpirun or srun; use "
+            f"'fastdecode generate --ranks {run.ranks}', or start the program with mpirun -n {run.ranks}"
+        )
+    if (launched.size or 1) == 1 and not launched.is_heterogeneous:
+        return None
+    from fastdecode_hpc.transport.mpi import init_mpi
+
+    return init_mpi()
+
+
+class Engine:
+    """This rank's part of a job.
+
+    Parameters
+    ----------
+    run : RunConfig
+    world : World, optional
+        All ranks; by default found by `connect`.
+    preflight : callable, optional
+        Checked on rank 0 before anything is loaded; its `ConfigError` ends all ranks in order.
+    stop_requested : callable, optional
+        Whether this process has been asked to end early.
+
+    Raises
+    ------
+    ConfigError
+        On rank 0, for what any rank found wrong.
+    Dismissed
+        On the other ranks in that case.
+    """
+
+    def __init__(
+        self,
+        run: RunConfig | None = None,
+        *,
+        world: World | None = None,
+        preflight: Callable[[], None] = lambda: None,
+        stop_requested: Callable[[], bool] = lambda: False,
+        on_load: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self.run_config = run if run is not None else RunConfig()
+        self.world = world if world is not None else connect(self.run_config)
+        self.rank = self.world.rank if self.world is not None else 0
+        self.stop_requested = stop_requested
+        self.model_path: Path | None = None
+        self.tokenizer: Tokenizer | None = None
+        self.clocks: list[tuple[float, float]] = [(0.0, 0.0)]
+        self.t_load_s = 0.0
+        self._preflight = preflight
+        self._s_part: SPart | None = None
+        self.setup = startup.agree(
+            self.run_config, self.world, detect(), isas=_available_isas, decide=self._decide
+        )
+        self._build(on_load)
+
+    @property
+    def is_s_rank(self) -> bool:
+        """Whether this process runs the S-Part: it alone reads requests and gets results."""
+        return self.rank == 0
+
+    @property
+    def me(self) -> RankSetup:
+        return self.setup.ranks[self.rank]
+
+    # ---- building ----------------------------------------------------------------------------------
+
+    def _decide(self, hellos: list[startup.Hello]) -> Setup:
+        self._preflight()
+        from fastdecode_hpc.s_part.build import choose_device
+        from fastdecode_hpc.s_part.weights import read_model_config, resolve_model
+
+        run = self.run_config
+        self.model_path = resolve_model(run.model)
+        model = read_model_config(self.model_path)
+        on_host = startup.weights_on_host(run, model, choose_device(run.device).type)
+        return startup.decide_setup(run, model, hellos, weights_bytes=on_host)
+
+    def _build(self, on_load: Callable[[int, int], None] | None) -> None:
+        """Make the KV partition or load the weights; what goes wrong on rank 0 ends all ranks in order."""
+        if self.world is not None:
+            self.clocks = self.world.align_clocks() or self.clocks
+        self._make_partition()
+        problem: ConfigError | None = None
+        if self.is_s_rank:
+            try:
+                self._load(on_load)
+            except ConfigError as error:
+                problem = error
+        if self.world is not None:
+            problem = self.world.bcast(problem)
+        if problem is not None:
+            raise problem if self.is_s_rank else Dismissed()
+
+    def _load(self, on_load: Callable[[int, int], None] | None) -> None:
+        from fastdecode_hpc.s_part.build import build_s_part
+
+        assert self.model_path is not None
+        started = time.perf_counter()
+        self.tokenizer = _load_tokenizer(self.model_path)
+        self._s_part = build_s_part(
+            self.run_config, self.setup.model, self.model_path, threads=self.me.threads, progress=on_load
+        )
+        self.t_load_s = time.perf_counter() - started
+
+    def _make_partition(self) -> None:
+        if not self.me.num_blocks:
+            return
+        from fastdecode_hpc.r_part.attention import DecodeAttention, select_isa
+        from fastdecode_hpc.r_part.kv_cache import KVPartition
+
+        assert self.me.isa is not None
+        select_isa(self.me.isa)
+        self._partition = KVPartition(self.setup.layout, self.me.num_blocks, num_threads=self.me.threads)
+        self._attention = DecodeAttention(
+            self._partition,
+            num_heads=self.setup.model.num_heads,
+            wire_dtype=self.run_config.wire_dtype,
+            num_threads=self.me.threads,
+        )
+
+    # ---- running -----------------------------------------------------------------------------------
+
+    def generate(
+        self, prompts: Iterable[str | list[int] | Request], params: SamplingParams | None = None
+    ) -> list[Completion]:
+        """Complete prompts.
+
+        Parameters
+        ----------
+        prompts : iterable of str, list of int, or Request
+            Texts, token ids, or whole requests (whose own settings count).
+        params : SamplingParams, optional
+            Settings of texts and token ids; greedy by default.
+
+        Returns
+        -------
+        list of Completion
+            In the order of the prompts, on rank 0; empty on the other ranks, which must call this too.
+        """
+        requests = [_as_request(index, prompt, params) for index, prompt in enumerate(prompts)]
+        done: dict[int, Completion] = {}
+        self.run(iter(requests), Hooks(lambda completion: done.__setitem__(id(completion.request), completion)))
+        stopped = ("stopped", "the run was stopped before this request was finished")
+        return [done.get(id(r), Completion(r, error=stopped)) for r in requests] if self.is_s_rank else []
+
+    def run(self, requests: Iterator[Request], hooks: Hooks) -> RunStats | None:
+        """Run requests as they come, reporting each completion as it ends; collective.
+
+        Returns
+        -------
+        RunStats or None
+            None on ranks other than 0.
+        """
+        if self.is_s_rank:
+            return _SRun(self, hooks).run(requests)
+        r_end, close = self._mpi_r_end()
+        self._make_r_worker(r_end).run()
+        close()
+        return None
+
+    def _make_r_worker(self, r_end: REnd) -> RWorker:
+        from fastdecode_hpc.r_part.worker import RWorker
+
+        return RWorker(
+            r_end,
+            self._partition,
+            self._attention,
+            num_layers=self.setup.model.num_layers,
+            num_slots=self.run_config.num_slots,
+            num_threads=self.me.threads,
+            wire_dtype=self.run_config.wire_dtype,
+            stop_requested=self.stop_requested,
+        )
+
+    def _mpi_r_end(self) -> tuple[REnd, Callable[[], None]]:
+        from fastdecode_hpc.transport.mpi_ends import MpiREnd
+
+        assert self.world is not None
+        end = MpiREnd(self.world, self._wire_shape(), self._progress())
+        return end, end.close
+
+    def make_s_end(self) -> SEnd:
+        """The S-worker's end of a new run; in one process with an R-worker behind it."""
+        if self.world is None:
+            from fastdecode_hpc.transport.local import make_local
+
+            s_end, r_end = make_local(self.setup.model.num_layers)
+            s_end.drive(self._make_r_worker(r_end).stages())
+            return s_end
+        from fastdecode_hpc.transport.mpi_ends import MpiSEnd
+
+        return MpiSEnd(self.world, self._wire_shape(), self._progress(), self.clocks)
+
+    def _progress(self) -> Progress:
+        from fastdecode_hpc.transport.mpi import Progress
+
+        return Progress(
+            share_cores=self.me.share_cores,
+            use_thread=self.me.use_progress_thread,
+            watchdog_s=self.run_config.watchdog_s,
+        )
+
+    def _wire_shape(self) -> Any:
+        from fastdecode_hpc.transport.base import WIRE_NUMPY
+        from fastdecode_hpc.transport.mpi_ends import WireShape
+
+        run, model = self.run_config, self.setup.model
+        return WireShape(
+            num_layers=model.num_layers,
+            num_slots=run.num_slots,
+            max_rows=-(-run.max_batch_size // run.num_slots),
+            qkv_size=model.qkv_size,
+            q_size=model.q_size,
+            kv_size=model.kv_size,
+            dtype=WIRE_NUMPY[run.wire_dtype],
+        )
+
+
+class _SRun:
+    """One run on rank 0: requests in, completions out, around an `SWorker`."""
+
+    def __init__(self, engine: Engine, hooks: Hooks) -> None:
+        self.engine = engine
+        self.hooks = hooks
+        self.stats = RunStats()
+        self._accepted: dict[int, Accepted] = {}
+        self._streams: dict[int, TextStream] = {}
+        capacity = {rank: engine.setup.ranks[rank].num_blocks for rank in engine.setup.owners}
+        from fastdecode_hpc.schedule.placement import Placement
+
+        self._placement = Placement(engine.setup.layout, capacity)
+        self._intake = Intake(
+            engine.tokenizer,
+            self._placement,
+            vocab_size=engine.setup.model.vocab_size,
+            max_context_len=engine.setup.max_context_len,
+            seed=engine.run_config.seed,
+        )
+
+    def run(self, requests: Iterator[Request]) -> RunStats:
+        started = time.perf_counter()
+        worker, cast = self._make_worker(requests)
+        worker.run()
+        self.stats.t_run_s = time.perf_counter() - started
+        self.stats.num_saturated = cast.num_saturated
+        self.stats.stopped = worker.stopping
+        return self.stats
+
+    def _make_worker(self, requests: Iterator[Request]) -> Any:
+        from fastdecode_hpc.s_part.prefill import Prefill
+        from fastdecode_hpc.s_part.wire import WireCast
+        from fastdecode_hpc.s_part.worker import SWorker
+        from fastdecode_hpc.schedule.admission import Admission
+
+        engine, run = self.engine, self.engine.run_config
+        s_part, layout = engine._s_part, engine.setup.layout
+        assert s_part is not None
+        transport = engine.make_s_end()
+        cast = WireCast(run.wire_dtype, s_part.device)
+        admission = Admission(
+            self._placement, self._sequences(requests), max_batch_size=run.max_batch_size, num_slots=run.num_slots
+        )
+        prefill = Prefill(
+            s_part,
+            transport,
+            layout,
+            cast,
+            chunk_tokens=run.prefill_chunk_tokens,
+            max_batch_tokens=run.max_prefill_tokens,
+        )
+        worker = SWorker(
+            s_part,
+            transport,
+            admission,
+            prefill,
+            cast,
+            layout,
+            eos_token_ids=self._eos_token_ids(),
+            max_prefill_tokens=run.max_prefill_tokens,
+            on_token=self._on_token,
+            on_finished=self._on_finished,
+            on_step=self._on_step,
+            stop_requested=lambda: engine.stop_requested() or self.hooks.stop_requested(),
+        )
+        return worker, cast
+
+    def _eos_token_ids(self) -> set[int]:
+        tokenizer = self.engine.tokenizer
+        return {*self.engine.setup.model.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())}
+
+    def _sequences(self, requests: Iterator[Request]) -> Iterator[Sequence]:
+        """Sequences of the requests that can run; the others are completed with their error at once."""
+        for request in requests:
+            self.stats.num_requests += 1
+            started = time.perf_counter()
+            try:
+                accepted = self._intake.accept(request)
+            except RequestFailure as failure:
+                self._complete(Completion(request, error=(failure.code, str(failure))))
+                continue
+            finally:
+                self.stats.t_tokenise_s += time.perf_counter() - started
+            self._accepted[accepted.seq.seq_id] = accepted
+            if request.params.stop and self.engine.tokenizer is not None:
+                self._streams[accepted.seq.seq_id] = self.engine.tokenizer.stream(request.params.stop)
+            accepted.seq.t_admitted_s = time.perf_counter()
+            yield accepted.seq
+
+    def _on_token(self, seq: Sequence, token: int) -> bool:
+        self.stats.output_tokens += 1
+        self.stats.decode_tokens += len(seq.output_ids) > 1
+        self.hooks.on_token()
+        stream = self._streams.get(seq.seq_id)
+        return stream is not None and stream.push(token)
+
+    def _on_finished(self, seq: Sequence) -> None:
+        accepted, stream = self._accepted.pop(seq.seq_id), self._streams.pop(seq.seq_id, None)
+        self.stats.prompt_tokens += seq.prompt_len
+        completion = Completion(
+            accepted.request,
+            text=self._text_of(seq, stream),
+            token_ids=seq.output_ids,
+            finish_reason=seq.finish_reason,
+            prompt_tokens=seq.prompt_len,
+            logprobs=seq.logprobs if seq.params.logprobs is not None else None,
+            notes=accepted.notes,
+            error=("non_finite_logits", seq.error) if seq.error is not None else None,
+            t_admitted_s=seq.t_admitted_s,
+            t_first_token_s=seq.t_first_token_s,
+            t_finished_s=seq.t_finished_s,
+        )
+        self._complete(completion)
+
+    def _text_of(self, seq: Sequence, stream: TextStream | None) -> str:
+        if stream is not None:
+            return stream.text
+        return self.engine.tokenizer.decode(seq.output_ids) if self.engine.tokenizer is not None else ""
+
+    def _complete(self, completion: Completion) -> None:
+        self.stats.num_errors += completion.error is not None
+        self.hooks.on_completion(completion)
+
+    def _on_step(self, times: StepTimes) -> None:
+        self.stats.t_prefill_s += times.t_prefill
+        self.hooks.on_step(times)
+
+
+def _available_isas() -> tuple[str, ...]:
+    """Instruction sets that this rank may use: all it has, or the one that ``FASTDECODE_ISA`` forces."""
+    from fastdecode_hpc.r_part.attention import ISA_VARIABLE, active_isa, available_isas
+
+    return (active_isa(),) if os.environ.get(ISA_VARIABLE) else available_isas()
+
+
+def _load_tokenizer(path: Path) -> Tokenizer | None:
+    """The model's tokenizer; None for a folder without one, which then takes token ids only."""
+    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+    if path.is_dir() and not any((path / name).exists() for name in names):
+        return None
+    from fastdecode_hpc.tokenizer import Tokenizer
+
+    return Tokenizer.load(path)
+
+
+def _as_request(index: int, prompt: str | list[int] | Request, params: SamplingParams | None) -> Request:
+    if isinstance(prompt, Request):
+        return prompt
+    return Request(index=index, custom_id=None, prompt=prompt, params=params or SamplingParams())

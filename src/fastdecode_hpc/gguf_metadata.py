@@ -1,0 +1,96 @@
+"""Reading the metadata of a GGUF file (not its tensors), fast enough for every start.
+
+Only the header's key-value part is parsed, straight from a memory map: token arrays of 100,000 entries take
+a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from fastdecode_hpc.config import ConfigError
+
+GGUFMetadata: TypeAlias = dict[str, Any]
+
+_STRING, _ARRAY = 8, 9
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_LENGTH = struct.Struct("<Q")
+_ARRAY_HEAD = struct.Struct("<IQ")
+_FILE_HEAD = struct.Struct("<4sIQQ")
+_VERSIONS = (2, 3)
+
+
+def read_gguf_metadata(path: Path) -> GGUFMetadata:
+    """Return all key-value pairs of a GGUF file; arrays come as lists.
+
+    Raises
+    ------
+    ConfigError
+        When the file is no GGUF file, is cut off, or has a version other than 2 or 3.
+    """
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _Reader(data, path).read_all()
+    except (struct.error, UnicodeDecodeError, OverflowError, MemoryError, RecursionError) as error:
+        raise ConfigError(f"{path} is a damaged or cut-off GGUF file: {error}") from None
+    except (OSError, ValueError) as error:  # an empty file cannot be mapped
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+
+
+class _Reader:
+    """A cursor over the header of a mapped file."""
+
+    def __init__(self, data: mmap.mmap, path: Path) -> None:
+        self.data, self.path, self.offset = data, path, 0
+
+    def read_all(self) -> GGUFMetadata:
+        magic, version, _, num_pairs = _FILE_HEAD.unpack_from(self.data, 0)
+        if magic != b"GGUF":
+            raise ConfigError(f"{self.path} is not a GGUF file: it starts with {magic!r}")
+        if version not in _VERSIONS:
+            raise ConfigError(f"{self.path} has GGUF version {version}; little-endian versions 2 and 3 can be read")
+        self.offset = _FILE_HEAD.size
+        return dict(self._pair() for _ in range(num_pairs))
+
+    def _pair(self) -> tuple[str, Any]:
+        key = self._strings(1)[0]
+        return key, self._value(self._scalars("I", 1)[0])
+
+    def _value(self, kind: int) -> Any:
+        if kind == _ARRAY:
+            item_kind, count = _ARRAY_HEAD.unpack_from(self.data, self.offset)
+            self.offset += _ARRAY_HEAD.size
+            return self._items(item_kind, count)
+        return self._items(kind, 1)[0]
+
+    def _items(self, kind: int, count: int) -> list[Any]:
+        if kind == _STRING:
+            return self._strings(count)
+        if kind == _ARRAY:
+            return [self._value(_ARRAY) for _ in range(count)]
+        if kind not in _SCALARS:
+            raise ConfigError(f"{self.path} holds a value of unknown GGUF type {kind}")
+        return self._scalars(_SCALARS[kind], count)
+
+    def _scalars(self, code: str, count: int) -> list[Any]:
+        layout = struct.Struct(f"<{count}{code}")
+        values = list(layout.unpack_from(self.data, self.offset))
+        self.offset += layout.size
+        return values
+
+    def _strings(self, count: int) -> list[str]:
+        # The one hot loop: local names, no calls beyond the two that do the work.
+        data, offset, unpack, strings = self.data, self.offset, _LENGTH.unpack_from, []
+        for _ in range(count):
+            start = offset + 8
+            offset = start + unpack(data, offset)[0]
+            strings.append(data[start:offset].decode("utf-8"))
+        if offset > len(data):  # slices end quietly at the end of the file
+            raise struct.error(f"a string ends at byte {offset} of {len(data)}")
+        self.offset = offset
+        return strings

@@ -1,0 +1,162 @@
+"""What this process may use of its host: cores, threads, memory. Linux; standard library only.
+
+Reads the affinity mask and the cgroup, never the node's totals: a job owns a share of a node.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastdecode_hpc.config import ConfigError
+
+# Read before torch and OpenMP are loaded: with OMP_PROC_BIND set they shrink the mask of the main thread.
+_CORES_AT_START = tuple(sorted(os.sched_getaffinity(0)))
+_UNLIMITED = 1 << 60  # cgroups write "no limit" as a number near 2**63
+SLURM_MB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class HostInfo:
+    """One rank's place, as it is printed, compared and stored."""
+
+    host: str
+    pid: int
+    cores: tuple[int, ...]
+    memory_bytes: int  # that this process may still take
+    age_s: float  # since the process was started
+
+
+def look() -> HostInfo:
+    """Describe this process's place."""
+    return HostInfo(
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        cores=_CORES_AT_START,
+        memory_bytes=available_memory(),
+        age_s=process_age(),
+    )
+
+
+def asked_threads(flag: int | None, env: Mapping[str, str] = os.environ) -> int | None:
+    """Threads that the user asked for: the flag, else OMP_NUM_THREADS, else SLURM_CPUS_PER_TASK, else None.
+
+    Raises
+    ------
+    ConfigError
+        If a variable is set but is no positive number.
+    """
+    if flag is not None:
+        return flag
+    for name in ("OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK"):
+        if value := env.get(name, ""):
+            first = value.split(",")[0]  # OMP allows a list, one entry a nesting level
+            if not first.isdigit() or int(first) < 1:
+                raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least 1")
+            return int(first)
+    return None
+
+
+def format_cores(cores: tuple[int, ...]) -> str:
+    """Cores as Linux writes lists: ``0-3,8``."""
+    spans: list[list[int]] = []
+    for core in cores:
+        if spans and core == spans[-1][1] + 1:
+            spans[-1][1] = core
+        else:
+            spans.append([core, core])
+    return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans)
+
+
+def format_bytes(num_bytes: float) -> str:
+    """A size for people: ``1.5 GiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            break
+        num_bytes /= 1024
+    else:
+        unit = "TiB"
+    return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+
+
+def parse_bytes(text: str) -> int:
+    """Read a size such as ``40G``, ``512MiB`` or ``1000000``.
+
+    Raises
+    ------
+    ConfigError
+        If it is no size.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b)?\s*", text, re.IGNORECASE)
+    if match is None:
+        raise ConfigError(f"{text!r} is no size; write a number with K, M, G or T, such as 40G")
+    return int(float(match[1]) * 1024 ** " kmgt".index(match[2].lower() or " "))
+
+
+def available_memory(env: Mapping[str, str] = os.environ) -> int:
+    """Bytes this process and its fellows of the same job may still take on this host."""
+    limits = [_mem_available(), *_cgroup_rooms()]
+    if (node := env.get("SLURM_MEM_PER_NODE", "")).isdigit() and int(node):
+        limits.append(int(node) * SLURM_MB)
+    return max(0, min(limits))
+
+
+def _mem_available() -> int:
+    text = Path("/proc/meminfo").read_text()
+    match = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
+    return int(match[1]) * 1024 if match else _UNLIMITED
+
+
+def _cgroup_rooms() -> list[int]:
+    """Limit minus use of every memory cgroup above this process (v1 and v2)."""
+    rooms = []
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            rooms += _rooms_up(Path("/sys/fs/cgroup"), path, "memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            files = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            rooms += _rooms_up(Path("/sys/fs/cgroup/memory"), path, *files)
+    return rooms
+
+
+def _rooms_up(root: Path, path: str, limit_file: str, use_file: str) -> list[int]:
+    folder, rooms = root / path.lstrip("/"), []
+    while folder.is_relative_to(root):
+        limit, used = _read_number(folder / limit_file), _read_number(folder / use_file)
+        if limit is not None and used is not None and limit < _UNLIMITED:
+            rooms.append(limit - used + _reclaimable(folder))
+        if folder == root:
+            break
+        folder = folder.parent
+    return rooms
+
+
+def _reclaimable(folder: Path) -> int:
+    """Page cache counts as used, but goes when memory is needed."""
+    try:
+        text = (folder / "memory.stat").read_text()
+    except OSError:
+        return 0
+    match = re.search(r"^(?:total_)?inactive_file (\d+)", text, re.MULTILINE)
+    return int(match[1]) if match else 0
+
+
+def _read_number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def process_age() -> float:
+    """Seconds since this process was started."""
+    fields = Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()
+    started = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started

@@ -1,0 +1,248 @@
+"""Decode attention over a KV partition: the native kernels, and the NumPy reference that specifies them.
+
+The only importer of the native module.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fastdecode_hpc import _kernels
+from fastdecode_hpc.config import ConfigError
+from fastdecode_hpc.r_part.step_work import StepWork
+
+if TYPE_CHECKING:
+    from fastdecode_hpc.r_part.kv_cache import KVPartition
+    from fastdecode_hpc.schedule.placement import LayerGroup
+
+__all__ = [
+    "DecodeAttention",
+    "StepWork",
+    "active_isa",
+    "available_isas",
+    "convert_rows",
+    "make_cache_view",
+    "numpy_dtype",
+    "reference_attention",
+    "select_isa",
+]
+
+ISA_VARIABLE = "FASTDECODE_ISA"
+_isa_is_chosen = False
+
+
+def available_isas() -> tuple[str, ...]:
+    """Instruction sets that this build has and this processor can run, slowest first."""
+    return _kernels.available_isas()
+
+
+def active_isa() -> str:
+    """The instruction set in use: the selected one, else ``FASTDECODE_ISA``, else the best available."""
+    _choose_isa()
+    return _kernels.active_isa()
+
+
+def select_isa(name: str) -> None:
+    """Use the named instruction set from now on.
+
+    Raises
+    ------
+    ConfigError
+        If this build or this processor does not have it.
+    """
+    global _isa_is_chosen
+    if name not in available_isas():
+        raise ConfigError(f"instruction set {name!r} is not available; here are: {', '.join(available_isas())}")
+    _kernels.select_isa(name)
+    _isa_is_chosen = True
+
+
+def _choose_isa() -> None:
+    """Honour the environment on the first use of a kernel."""
+    wanted = os.environ.get(ISA_VARIABLE)
+    if not _isa_is_chosen and wanted:
+        try:
+            select_isa(wanted)
+        except ConfigError as error:
+            raise ConfigError(f"{ISA_VARIABLE}: {error}") from None
+
+
+def numpy_dtype(dtype: str) -> np.dtype:
+    """The NumPy type that carries `dtype`; NumPy has no bf16, its bits travel as uint16."""
+    return np.dtype({"fp32": np.float32, "fp16": np.float16, "bf16": np.uint16}[dtype])
+
+
+def convert_rows(rows: np.ndarray, source_dtype: str, target_dtype: str) -> np.ndarray:
+    """Convert as the wire and the cache do: to nearest even; finite values that are too large saturate.
+
+    Parameters
+    ----------
+    rows : np.ndarray
+        [num_rows, columns] of `source_dtype`; columns is a multiple of 8.
+    """
+    _choose_isa()
+    target = np.empty(rows.shape, numpy_dtype(target_dtype))
+    _kernels.convert(rows, source_dtype, target, target_dtype)
+    return target
+
+
+def make_cache_view(arena: np.ndarray, group: LayerGroup, block_size: int) -> _kernels.CacheView:
+    """The kernels' view of the memory of one layer group, [num_blocks * block_bytes] uint8."""
+    _choose_isa()
+    return _kernels.CacheView(
+        arena,
+        num_layers=len(group.layers),
+        num_kv_heads=group.num_kv_heads,
+        head_dim=group.head_dim,
+        block_size=block_size,
+        kv_dtype=group.kv_dtype,
+    )
+
+
+class DecodeAttention:
+    """Attention of mini-batches over one KV partition.
+
+    Parameters
+    ----------
+    partition : KVPartition
+    num_heads : int
+        Query heads; a multiple of the KV heads.
+    wire_dtype : str
+        Type of q, k, v and of the output: fp32, fp16 or bf16 (as uint16).
+    num_threads : int
+        Threads that store K and V; `attend` uses those of its `StepWork`.
+    scale : float, optional
+        Of the scores; default ``head_dim ** -0.5``.
+
+    Notes
+    -----
+    For one instruction set the output bits of a row depend on its own q, K, V and position alone: not on
+    its neighbours, the number of threads, the pieces, or where its blocks lie. Finite values outside the
+    range of a 16-bit type become its largest.
+    """
+
+    def __init__(
+        self,
+        partition: KVPartition,
+        *,
+        num_heads: int,
+        wire_dtype: str,
+        num_threads: int,
+        scale: float | None = None,
+    ) -> None:
+        _choose_isa()
+        self._places = partition.layer_places
+        self._views = tuple(pool.view for pool in partition.pools)
+        self._num_threads, self._num_heads, self._wire_dtype = num_threads, num_heads, wire_dtype
+        self._kernels = tuple(
+            _kernels.GroupAttention(
+                pool.view,
+                num_heads=num_heads,
+                wire_dtype=wire_dtype,
+                scale=pool.group.head_dim**-0.5 if scale is None else scale,
+            )
+            for pool in partition.pools
+        )
+        self._q_sizes = tuple(num_heads * pool.group.head_dim for pool in partition.pools)
+
+    def append(self, layer: int, work: StepWork, qkv: np.ndarray) -> None:
+        """Store K and V of the rows ``[q|k|v]`` at their positions.
+
+        Parameters
+        ----------
+        qkv : np.ndarray
+            [num_rows, qkv_size] of the wire's type, C-contiguous.
+        """
+        group, index = self._places[layer]
+        self._views[group].store(
+            index, work.groups[group].token_bytes, qkv, self._q_sizes[group], self._wire_dtype, self._num_threads
+        )
+
+    def attend(
+        self,
+        layer: int,
+        work: StepWork,
+        qkv: np.ndarray,
+        out: np.ndarray,
+        piece: int,
+        lse: np.ndarray | None = None,
+    ) -> None:
+        """Compute the output of the rows of one piece; the other rows of `out` are not touched.
+
+        Parameters
+        ----------
+        qkv : np.ndarray
+            [num_rows, qkv_size] of the wire's type, C-contiguous; all rows of the mini-batch.
+        out : np.ndarray
+            [num_rows, num_heads * head_dim] of the wire's type, C-contiguous.
+        lse : np.ndarray, optional
+            [num_rows, num_heads] float32, receives log(sum exp(score)).
+        """
+        group, index = self._places[layer]
+        plan = work.groups[group].plan or _make_plan(work, group, self._views[group].num_kv_heads)
+        self._kernels[group].attend(index, plan, qkv, out, piece, lse)
+
+
+def _make_plan(work: StepWork, group: int, num_kv_heads: int) -> _kernels.GroupPlan:
+    """Hand the arrays of one layer group to the kernels, once."""
+    arrays = work.groups[group]
+    arrays.plan = _kernels.GroupPlan(
+        num_kv_heads=num_kv_heads,
+        blocks=arrays.blocks,
+        table_base=arrays.table_base,
+        positions=work.positions,
+        item_pair=arrays.item_pair,
+        item_start=arrays.item_start,
+        item_stop=arrays.item_stop,
+        pair_items=arrays.pair_items,
+        piece_rows=work.piece_rows,
+        piece_threads=arrays.piece_threads,
+        shares=arrays.shares,
+    )
+    return arrays.plan
+
+
+def reference_attention(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    position: int,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Attention of one row in float64: the specification of the kernels.
+
+    Parameters
+    ----------
+    q : np.ndarray
+        [num_heads, head_dim] of the newest token.
+    k, v : np.ndarray
+        [num_tokens, num_kv_heads, head_dim], the newest token included; tokens after it are not seen.
+    position : int
+        Of the newest token.
+    window : int, optional
+        Tokens that a query sees, itself included.
+
+    Returns
+    -------
+    o : np.ndarray
+        [num_heads, head_dim] float64.
+    lse : np.ndarray
+        [num_heads] float64, log(sum exp(score)).
+    """
+    first = 0 if window is None else max(0, position + 1 - window)
+    seen = slice(first, position + 1)
+    num_heads, head_dim = q.shape
+    group_size = num_heads // k.shape[1]
+    scale = head_dim**-0.5 if scale is None else scale
+    keys = np.repeat(k[seen].astype(np.float64), group_size, axis=1)  # [num_seen, num_heads, head_dim]
+    values = np.repeat(v[seen].astype(np.float64), group_size, axis=1)
+    scores = np.einsum("hd,thd->ht", q.astype(np.float64), keys) * scale
+    largest = scores.max(axis=1, keepdims=True)
+    weights = np.exp(scores - largest)
+    total = weights.sum(axis=1, keepdims=True)
+    return np.einsum("ht,thd->hd", weights / total, values), (largest + np.log(total))[:, 0]

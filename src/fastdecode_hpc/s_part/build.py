@@ -1,0 +1,51 @@
+"""Builds rank 0's S-Part: device, types, weights."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from fastdecode_hpc.config import ConfigError, ModelConfig, RunConfig
+from fastdecode_hpc.s_part.model import SPart
+from fastdecode_hpc.s_part.weights import checkpoint_dtype, load_weights
+from fastdecode_hpc.s_part.wire import TORCH_DTYPES
+
+logger = logging.getLogger(__name__)
+
+
+def choose_device(name: str) -> torch.device:
+    """The S-Part's device; ``auto`` takes a GPU where there is one."""
+    has_gpu = torch.cuda.is_available()
+    if name == "cuda" and not has_gpu:
+        raise ConfigError("device is 'cuda' but torch sees no GPU; check CUDA_VISIBLE_DEVICES or use --device cpu")
+    return torch.device("cuda" if name == "cuda" or (name == "auto" and has_gpu) else "cpu")
+
+
+def choose_dtype(name: str, device: torch.device, path: Path) -> str:
+    """The S-Part's type; ``auto``: fp32 on a CPU, the checkpoint's own on a GPU."""
+    if name != "auto":
+        return name
+    return "fp32" if device.type == "cpu" else checkpoint_dtype(path)
+
+
+def build_s_part(
+    run: RunConfig,
+    model: ModelConfig,
+    path: Path,
+    *,
+    threads: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> SPart:
+    """Load the weights and make the S-Part ready to run."""
+    torch.set_num_threads(threads)
+    device = choose_device(run.device)
+    dtype = TORCH_DTYPES[choose_dtype(run.dtype, device, path)]
+    started = time.perf_counter()
+    weights = load_weights(path, model, dtype=dtype, device=device, progress=progress)
+    logger.info("weights loaded in %.1f s", time.perf_counter() - started)
+    invariant = device.type == "cpu" if run.batch_invariant is None else run.batch_invariant
+    return SPart(model, weights, device=device, dtype=dtype, batch_invariant=invariant)

@@ -1,0 +1,296 @@
+"""S-worker: walks the pipeline on rank 0, from logits of one step to the plan of the next."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from fastdecode_hpc.s_part.model import SPart
+from fastdecode_hpc.s_part.prefill import Prefill
+from fastdecode_hpc.s_part.sampler import Sampled, sample
+from fastdecode_hpc.s_part.wire import WireCast
+from fastdecode_hpc.schedule.admission import Admission
+from fastdecode_hpc.schedule.pipeline import Stage, pipeline
+from fastdecode_hpc.schedule.placement import KVLayout
+from fastdecode_hpc.sequence import MiniBatch, Sequence
+from fastdecode_hpc.timing import RankTimes, StepTimes, Stopwatch
+from fastdecode_hpc.transport.base import PlanKind, Rows, SEnd, StepPlan
+
+# Called with each new token; True ends the sequence (a stop string is complete).
+OnToken = Callable[[Sequence, int], bool]
+
+
+@dataclass(slots=True)
+class SlotState:
+    """One mini-batch and its place in the pipeline."""
+
+    batch: MiniBatch
+    qkv: Rows
+    plan: StepPlan | None = None
+    hidden: torch.Tensor | None = None  # [num_rows, hidden]
+    positions: torch.Tensor | None = None  # [num_rows] int64
+    finished: list[int] = field(default_factory=list)  # seq_ids whose KV goes with the next plan
+    times: StepTimes | None = None
+    s_part: Stopwatch = field(default_factory=Stopwatch)
+    prefill: Stopwatch = field(default_factory=Stopwatch)
+    wait: Stopwatch = field(default_factory=Stopwatch)
+
+
+class SWorker:
+    """Runs the S-Part of all sequences.
+
+    Parameters
+    ----------
+    s_part : SPart
+    transport : SEnd
+    admission : Admission
+    prefill : Prefill
+    cast : WireCast
+    layout : KVLayout
+    eos_token_ids : set of int
+    max_prefill_tokens : int
+        Prompt tokens that may pass all layers in one step, over all slots.
+    on_token, on_finished, on_step : callable
+        Told of each token, each ended sequence, each ended step.
+    stop_requested : callable
+        Whether the run should end early; asked once a step.
+    """
+
+    def __init__(
+        self,
+        s_part: SPart,
+        transport: SEnd,
+        admission: Admission,
+        prefill: Prefill,
+        cast: WireCast,
+        layout: KVLayout,
+        *,
+        eos_token_ids: set[int],
+        max_prefill_tokens: int,
+        on_token: OnToken,
+        on_finished: Callable[[Sequence], None],
+        on_step: Callable[[StepTimes], None],
+        stop_requested: Callable[[], bool],
+    ) -> None:
+        self.s_part = s_part
+        self.transport = transport
+        self.admission = admission
+        self.prefill = prefill
+        self.cast = cast
+        self.layout = layout
+        self.eos_token_ids = eos_token_ids
+        self.max_prefill_tokens = max_prefill_tokens
+        self.on_token = on_token
+        self.on_finished = on_finished
+        self.on_step = on_step
+        self.stop_requested = stop_requested
+        self.stopping = False
+        self._slots = [self._make_slot(slot) for slot in range(admission.num_slots)]
+        self._stages_left = 0  # until the slot whose plan comes next
+        self._started_s = 0.0
+
+    def _make_slot(self, slot: int) -> SlotState:
+        config, max_rows = self.s_part.config, self.admission.max_rows
+        qkv = self.cast.make_rows(max_rows, config.qkv_size)
+        self.transport.bind(slot, qkv, self.cast.make_rows(max_rows, config.q_size))
+        return SlotState(MiniBatch(slot), qkv)
+
+    def run(self) -> None:
+        """Work until every sequence has ended (or a stop was asked for) and every slot has stopped."""
+        self._started_s = time.perf_counter()
+        for stage in pipeline(self.s_part.config.num_layers, len(self._slots)):
+            state = self._slots[stage.slot]
+            with state.wait.running():
+                out = self.transport.wait_out(stage.slot)
+            self.advance(stage, out)
+            if all(slot.plan is not None and slot.plan.kind is PlanKind.STOP for slot in self._slots):
+                break
+            self._run_prefill(stage)
+        self.transport.close()
+
+    def advance(self, stage: Stage, out: Rows | None) -> None:
+        """Take a mini-batch from one attention to the next: post[i-1] pre[i].
+
+        The stage of layer 0 ends the step before and begins the next.
+        """
+        state = self._slots[stage.slot]
+        if stage.layer == 0:
+            self.end_step(state, out)
+            self.begin_step(stage, state)
+        elif out is not None:
+            with state.s_part.running():
+                state.hidden = self._post_attention(stage.layer - 1, state, out)
+        if state.plan is None or state.plan.kind is not PlanKind.RUN:
+            return
+        assert state.hidden is not None and state.positions is not None
+        with state.s_part.running():
+            self.transport.poke()
+            qkv = self.s_part.pre_attention(stage.layer, state.hidden, state.positions)
+            ready = self.cast.fill(state.qkv, qkv)
+        self.transport.scatter_qkv(stage.slot, ready)
+
+    def _post_attention(self, layer: int, state: SlotState, out: Rows) -> torch.Tensor:
+        assert state.hidden is not None
+        return self.s_part.post_attention(layer, state.hidden, self.cast.read(out))
+
+    def end_step(self, state: SlotState, out: Rows | None) -> None:
+        """Last `post_attention`, logits and sampling of a step; drop the sequences that end with it."""
+        if out is not None:
+            with state.s_part.running():
+                hidden = self._post_attention(self.s_part.config.num_layers - 1, state, out)
+                sampled = sample(self.s_part.logits(hidden), state.batch.seqs)
+            for seq, result in zip(state.batch.seqs, sampled, strict=True):
+                self._take_token(seq, result)
+            self._drop_finished(state)
+        self._record_step(state)
+
+    def begin_step(self, stage: Stage, state: SlotState) -> None:
+        """Make and send the plan of the slot's next step, and embed its rows."""
+        self._run_listed(state)
+        if state.plan is not None and state.plan.kind is PlanKind.STOP:
+            return
+        if not self.stopping and self.stop_requested():
+            self.stopping = True
+            self.admission.close()
+        state.plan = self._make_plan(stage, state)
+        self.transport.send_plan(stage.slot, state.plan)
+        if state.plan.kind is PlanKind.RUN:
+            with state.s_part.running():
+                self._embed(state)
+
+    def _make_plan(self, stage: Stage, state: SlotState) -> StepPlan:
+        if self.stopping or self.admission.is_done():
+            return StepPlan(PlanKind.STOP, stage.step)
+        num_in_slots = sum(len(slot.batch) for slot in self._slots)
+        joiners = self.admission.joiners(state.batch, num_in_slots)
+        state.batch.seqs += joiners
+        state.batch.sort()
+        finished, state.finished = state.finished, []
+        num_layers = self.s_part.config.num_layers
+        budget = self.max_prefill_tokens * num_layers // len(self._slots)
+        segments, listed = self.prefill.list_units(budget, self.admission.admit)
+        seqs = state.batch.seqs
+        plan = StepPlan(
+            PlanKind.RUN if seqs else PlanKind.EMPTY,
+            stage.step,
+            seq_ids=_ints([seq.seq_id for seq in seqs]),
+            owners=_ints([seq.owner for seq in seqs]),
+            positions=_ints([seq.context_len - 1 for seq in seqs]),
+            new=_ints([seq.seq_id for seq in joiners]),
+            finished=_ints(finished),
+            segments=segments,
+        )
+        state.times = StepTimes(
+            stage.step,
+            stage.slot,
+            time.perf_counter() - self._started_s,
+            num_rows=len(seqs),
+            load_tokens=self._load(seqs),
+            prefill_tokens=listed // num_layers,
+        )
+        return plan
+
+    def _embed(self, state: SlotState) -> None:
+        assert state.plan is not None
+        device = self.s_part.device
+        tokens = torch.tensor([seq.output_ids[-1] for seq in state.batch.seqs], device=device)
+        state.positions = torch.from_numpy(state.plan.positions).to(device)
+        state.hidden = self.s_part.embed(tokens)
+
+    def _take_token(self, seq: Sequence, result: Sampled) -> None:
+        """Append a token and see whether it is the last."""
+        if not result.is_finite:
+            seq.error = "the model's logits are not finite; the prompt or the weights drive them out of range"
+            return
+        token = _forced_or(seq, result.token)
+        seq.output_ids.append(token)
+        if result.logprob is not None:
+            seq.logprobs.append(result.logprob)
+        if len(seq.output_ids) == 1:
+            seq.t_first_token_s = time.perf_counter()
+        if self.on_token(seq, token) or (token in self.eos_token_ids and not seq.params.ignore_eos):
+            seq.finish_reason = "stop"
+        elif len(seq.output_ids) >= seq.max_new_tokens:
+            seq.finish_reason = "length"
+
+    def _drop_finished(self, state: SlotState) -> None:
+        for seq in state.batch.seqs:
+            if seq.is_finished:
+                self._finish(seq, state)
+        state.batch.seqs = [seq for seq in state.batch.seqs if not seq.is_finished]
+
+    def _finish(self, seq: Sequence, state: SlotState) -> None:
+        """Free a sequence's place; its R-worker frees the KV when it reads the slot's next plan."""
+        seq.t_finished_s = time.perf_counter()
+        state.finished.append(seq.seq_id)
+        self.admission.finished(seq)
+        self.on_finished(seq)
+
+    def _run_prefill(self, stage: Stage) -> None:
+        """Run this stage's share of the listed prefill units."""
+        num_layers = self.s_part.config.num_layers
+        # Units listed on a slot's plan must have run before its next plan: spread over the stages until then.
+        stages_left = max(1, (num_layers - stage.layer - 1) * len(self._slots) + 1)
+        self._run_units(self._slots[stage.slot], math.ceil(self.prefill.num_pending / stages_left))
+
+    def _run_listed(self, state: SlotState) -> None:
+        self._run_units(state, self.prefill.num_pending)
+
+    def _run_units(self, state: SlotState, num_units: int) -> None:
+        if not num_units:
+            return
+        with state.prefill.running():
+            done = self.prefill.run(num_units)
+            if not done:
+                return
+            hidden = torch.stack([last for _, last in done])
+            seqs = [seq for seq, _ in done]
+            sampled = sample(self.s_part.logits(hidden), seqs)
+        for seq, result in zip(seqs, sampled, strict=True):
+            self._take_token(seq, result)
+            if seq.is_finished:
+                self._finish(seq, state)
+            else:
+                self.admission.prefilled(seq)
+
+    def _record_step(self, state: SlotState) -> None:
+        """Complete the times of the step that ends here with what the R-workers report."""
+        with state.wait.running():
+            reports = self.transport.wait_reports(state.batch.slot)
+        if any(report.stop_request for report in reports.values()):
+            self.stopping = True
+            self.admission.close()
+        if state.times is None:
+            return
+        times, state.times = state.times, None
+        times.t_s_part, times.t_prefill = state.s_part.take(), state.prefill.take()
+        times.t_wait, times.t_transport = state.wait.take(), self.transport.transport_time(state.batch.slot)
+        times.t_end = time.perf_counter() - self._started_s
+        times.ranks = {
+            rank: RankTimes(report.t_r_part, report.t_wait, report.free_blocks) for rank, report in reports.items()
+        }
+        self.on_step(times)
+
+    def _load(self, seqs: list[Sequence]) -> int:
+        """Tokens that the R-workers read in this step, averaged over layers."""
+        total = 0
+        for group in self.layout.groups:
+            for seq in seqs:
+                seen = seq.context_len if group.window is None else min(seq.context_len, group.window)
+                total += seen * len(group.layers)
+        return total // self.s_part.config.num_layers
+
+
+def _ints(values: list[int]) -> np.ndarray:
+    return np.array(values, np.int64)
+
+
+def _forced_or(seq: Sequence, sampled: int) -> int:
+    """The token known beforehand at this place, if the sequence is being rebuilt."""
+    place = len(seq.output_ids)
+    return seq.forced_ids[place] if place < len(seq.forced_ids) else sampled

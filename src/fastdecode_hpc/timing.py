@@ -1,0 +1,61 @@
+"""Named times of a run: where each step of each slot spent its seconds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """Adds up the seconds spent in a kind of work."""
+
+    total_s: float = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Count the time of a block."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.total_s += time.perf_counter() - started
+
+    def take(self) -> float:
+        """Seconds since the last call."""
+        total, self.total_s = self.total_s, 0.0
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class RankTimes:
+    """What one R-worker reported for one step of one slot."""
+
+    t_r_part: float
+    t_wait: float
+    free_blocks: int
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """One step of one slot as rank 0 saw it. Times in seconds, `t_start` since the first step."""
+
+    step: int
+    slot: int
+    t_start: float
+    num_rows: int
+    load_tokens: int  # read by the R-workers, averaged over layers
+    prefill_tokens: int  # token-layers listed on this plan, over the number of layers
+    t_s_part: float = 0.0
+    t_prefill: float = 0.0
+    t_wait: float = 0.0
+    t_transport: float = 0.0
+    t_end: float = 0.0
+    ranks: dict[int, RankTimes] = field(default_factory=dict)
+
+    @property
+    def t_r_part(self) -> float:
+        """Of the slowest R-worker."""
+        return max((rank.t_r_part for rank in self.ranks.values()), default=0.0)

@@ -1,0 +1,216 @@
+"""What crosses between the S-worker and the R-workers, and the two ends it crosses between.
+
+The S-worker's end and the R-worker's end are protocols; `transport.mpi` and `transport.local`
+implement both. Messages per step and slot, in order: one plan, then for every layer one scatter of
+``[q|k|v]`` rows and one gather of output rows, then one report. Prompt K/V travels beside them.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Rows = npt.NDArray[np.generic]  # [num_rows, row_size] of the wire type (bf16 as uint16)
+Ints = npt.NDArray[np.int64]
+
+HEADER_LEN = 8  # int64 words of a plan's header
+REPORT_FIELDS = 4  # float64 words of a report before its two per-layer times
+
+WIRE_NUMPY = {"fp32": np.float32, "fp16": np.float16, "bf16": np.uint16}
+
+
+class PlanKind(enum.IntEnum):
+    """What a step of a slot consists of."""
+
+    RUN = 0  # rows to attend
+    EMPTY = 1  # no rows: keeps an idle run alive, may carry prefill units
+    STOP = 2  # the end of this slot
+
+
+class Segment(NamedTuple):
+    """K/V of consecutive prompt tokens of one layer, on its way to its owner."""
+
+    unit: int  # segments of one unit and owner travel in one message
+    seq_id: int
+    owner: int
+    layer: int
+    start: int
+    count: int
+
+
+def _no_ints() -> Ints:
+    return np.zeros(0, np.int64)
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What one step of one slot will do; receivers derive from it every message that follows.
+
+    Attributes
+    ----------
+    seq_ids, owners, positions : int64 arrays
+        One entry a row, ordered by owner; `positions` are where the rows' K/V go.
+    new : int64 array
+        Sequences that decode for the first time: their prefill has been listed completely before.
+    finished : int64 array
+        Sequences whose KV can go.
+    segments : list of Segment
+        Prompt K/V sent before this slot's next plan, in the order of sending.
+    """
+
+    kind: PlanKind
+    step: int
+    seq_ids: Ints = field(default_factory=_no_ints)
+    owners: Ints = field(default_factory=_no_ints)
+    positions: Ints = field(default_factory=_no_ints)
+    new: Ints = field(default_factory=_no_ints)
+    finished: Ints = field(default_factory=_no_ints)
+    segments: list[Segment] = field(default_factory=list)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.seq_ids)
+
+    def header(self) -> Ints:
+        """The fixed-size message that comes first: kind, step, the counts and the payload's bytes."""
+        counts = (self.num_rows, len(self.new), len(self.finished), len(self.segments))
+        head = np.zeros(HEADER_LEN, np.int64)
+        head[:7] = (self.kind, self.step, *counts, payload_words(counts) * 8)
+        return head
+
+    def payload(self) -> Ints:
+        """The second message: everything else, as int64 words."""
+        segments = np.array(self.segments, np.int64).ravel()
+        return np.concatenate([self.seq_ids, self.owners, self.positions, self.new, self.finished, segments])
+
+
+def payload_words(counts: Iterable[int]) -> int:
+    """Int64 words of a payload with these numbers of rows, new, finished and segments."""
+    rows, new, finished, segments = counts
+    return 3 * rows + new + finished + len(Segment._fields) * segments
+
+
+def decode_plan(header: Ints, payload: Ints) -> StepPlan:
+    """Rebuild a plan from its two messages."""
+    kind, step, rows, new, finished, segments = (int(x) for x in header[:6])
+    borders = np.cumsum([rows, rows, rows, new, finished])
+    seq_ids, owners, positions, new_ids, finished_ids, rest = np.split(payload, borders)
+    table = rest.reshape(segments, len(Segment._fields)).tolist()
+    return StepPlan(
+        PlanKind(kind), step, seq_ids, owners, positions, new_ids, finished_ids, [Segment(*row) for row in table]
+    )
+
+
+@dataclass(slots=True)
+class StepReport:
+    """What one R-worker tells after a step of a slot. Times in seconds, on its own clock where absolute.
+
+    `t_arrived` and `t_posted` hold, for each layer, when its q, k, v had arrived and when its output
+    was posted; they stay zero where the worker had no rows.
+    """
+
+    t_r_part: float
+    t_wait: float
+    free_blocks: int
+    stop_request: bool
+    t_arrived: npt.NDArray[np.float64]
+    t_posted: npt.NDArray[np.float64]
+
+    def encode(self, into: npt.NDArray[np.float64]) -> None:
+        """Write the report into a buffer of `report_words` float64."""
+        into[:REPORT_FIELDS] = (self.t_r_part, self.t_wait, self.free_blocks, self.stop_request)
+        times = into[REPORT_FIELDS:].reshape(2, -1)
+        times[0], times[1] = self.t_arrived, self.t_posted
+
+
+def report_words(num_layers: int) -> int:
+    """Float64 words of a report."""
+    return REPORT_FIELDS + 2 * num_layers
+
+
+def decode_report(words: npt.NDArray[np.float64]) -> StepReport:
+    """Rebuild a report from its message."""
+    times = words[REPORT_FIELDS:].reshape(2, -1).copy()
+    return StepReport(float(words[0]), float(words[1]), int(words[2]), bool(words[3]), times[0], times[1])
+
+
+PrefillSink = Callable[[list[Segment], Rows], None]  # segments of one message and their [k|v] rows
+
+
+class SEnd(Protocol):
+    """The S-worker's end."""
+
+    @property
+    def size(self) -> int:
+        """Ranks that can own rows, the S-worker's own included."""
+
+    def bind(self, slot: int, qkv: Rows, out: Rows) -> None:
+        """Give a slot its buffers, ``[max_rows, qkv_size]`` and ``[max_rows, q_size]``, for the whole run."""
+
+    def send_plan(self, slot: int, plan: StepPlan) -> None:
+        """Start a step of a slot on every R-worker."""
+
+    def scatter_qkv(self, slot: int, ready: Callable[[], bool]) -> None:
+        """Send the slot's rows to their owners, as soon as `ready` says that the buffer is filled."""
+
+    def wait_out(self, slot: int) -> Rows | None:
+        """Rows of attention output of the last scatter, or None if there was none."""
+
+    def send_kv(self, segments: list[Segment], rows: Rows) -> None:
+        """Send K/V of one unit's segments, all of one owner; `rows` is not changed afterwards."""
+
+    def wait_reports(self, slot: int) -> dict[int, StepReport]:
+        """Reports of the slot's last step by rank, times on the S-worker's clock; empty before the first."""
+
+    def transport_time(self, slot: int) -> float:
+        """Seconds that the messages of the slot's last reported step were under way (`t_transport`)."""
+
+    def poke(self) -> None:
+        """Let messages move; called between bounded pieces of work."""
+
+    def close(self) -> None:
+        """End in order, after every slot has had its stop plan."""
+
+
+class REnd(Protocol):
+    """An R-worker's end."""
+
+    @property
+    def rank(self) -> int:
+        """Which rows and segments are this worker's."""
+
+    def bind(self, sink: PrefillSink) -> None:
+        """Say where arrived prompt K/V goes; called from the worker's own thread, inside waits and pokes."""
+
+    def wait_plan(self, slot: int) -> StepPlan:
+        """The slot's next plan; its prefill segments are expected from now on."""
+
+    def wait_qkv(self, slot: int) -> Rows:
+        """This worker's rows of the slot's next layer."""
+
+    def out_rows(self, slot: int) -> Rows:
+        """Where this worker's output rows go before `send_out`."""
+
+    def send_out(self, slot: int) -> None:
+        """Send the output rows."""
+
+    def wait_prefill(self, seq_ids: Ints) -> None:
+        """Come back when all listed K/V of these sequences has reached the sink."""
+
+    def send_report(self, slot: int, report: StepReport) -> None:
+        """End a step of a slot."""
+
+    def layer_times(self, slot: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """Arrival and posting time of each layer of the slot's running step."""
+
+    @property
+    def t_wait(self) -> float:
+        """Seconds spent in all `wait_*` so far."""
+
+    def poke(self) -> None:
+        """Let messages move; called between bounded pieces of work."""

@@ -1,0 +1,152 @@
+"""The protocol of `transport.base` inside one process, without MPI and without threads.
+
+The R-worker's loop is driven from the S-worker's waits, one stage at a time, so both parts run the
+same code as over MPI and values are rounded to the wire type in the same places.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from fastdecode_hpc.transport.base import Ints, PrefillSink, Rows, Segment, StepPlan, StepReport
+
+OWNER = 0  # the partition in the S-worker's own process
+
+
+class _Mailbox:
+    """What lies between the two ends, by slot."""
+
+    def __init__(self, num_layers: int) -> None:
+        self.num_layers = num_layers
+        self.qkv: dict[int, Rows] = {}
+        self.out: dict[int, Rows] = {}
+        self.plans: dict[int, deque[StepPlan]] = defaultdict(deque)
+        self.ready: dict[int, Callable[[], bool]] = {}  # slots with rows that the R-worker has not taken
+        self.out_ready: set[int] = set()
+        self.reports: dict[int, StepReport] = {}
+        self.prompt_kv: deque[tuple[list[Segment], Rows]] = deque()
+
+
+class LocalSEnd:
+    """The S-worker's end; its waits run the R-worker."""
+
+    size = 1
+
+    def __init__(self, mailbox: _Mailbox) -> None:
+        self._box = mailbox
+        self._r_stages: Iterator[object] = iter(())
+        self._num_rows: dict[int, int] = {}
+        self._awaited: set[int] = set()
+        self._report_due: set[int] = set()
+
+    def drive(self, r_stages: Iterator[object]) -> None:
+        """Take the R-worker's loop (`RWorker.stages`)."""
+        self._r_stages = r_stages
+
+    def bind(self, slot: int, qkv: Rows, out: Rows) -> None:
+        self._box.qkv[slot], self._box.out[slot] = qkv, out
+
+    def send_plan(self, slot: int, plan: StepPlan) -> None:
+        self._box.plans[slot].append(plan)
+        self._num_rows[slot] = plan.num_rows
+        self._report_due.add(slot)
+
+    def scatter_qkv(self, slot: int, ready: Callable[[], bool]) -> None:
+        self._box.ready[slot] = ready
+        self._awaited.add(slot)
+
+    def wait_out(self, slot: int) -> Rows | None:
+        if slot not in self._awaited:
+            return None
+        self._awaited.remove(slot)
+        # Every stage up to the awaited one has been posted, so the R-worker never runs ahead of us.
+        while slot not in self._box.out_ready:
+            next(self._r_stages)
+        self._box.out_ready.remove(slot)
+        return self._box.out[slot][: self._num_rows[slot]]
+
+    def send_kv(self, segments: list[Segment], rows: Rows) -> None:
+        self._box.prompt_kv.append((segments, rows))
+
+    def wait_reports(self, slot: int) -> dict[int, StepReport]:
+        if slot not in self._report_due:
+            return {}
+        self._report_due.remove(slot)
+        while slot not in self._box.reports:
+            next(self._r_stages)
+        return {OWNER: self._box.reports.pop(slot)}
+
+    def transport_time(self, slot: int) -> float:
+        return 0.0
+
+    def poke(self) -> None:
+        pass
+
+    def close(self) -> None:
+        for _ in self._r_stages:
+            pass
+
+
+class LocalREnd:
+    """The R-worker's end; nothing is ever missing when it is asked for."""
+
+    rank = OWNER
+    t_wait = 0.0
+
+    def __init__(self, mailbox: _Mailbox) -> None:
+        self._box = mailbox
+        self._num_rows: dict[int, int] = {}
+        self._times: dict[int, npt.NDArray[np.float64]] = {}
+        self._layer: dict[int, int] = {}
+        self._sink: PrefillSink | None = None
+
+    def bind(self, sink: PrefillSink) -> None:
+        self._sink = sink
+
+    def wait_plan(self, slot: int) -> StepPlan:
+        plan = self._box.plans[slot].popleft()
+        self._num_rows[slot] = plan.num_rows
+        self._times[slot] = np.zeros((2, self._box.num_layers))
+        self._layer[slot] = 0
+        return plan
+
+    def wait_qkv(self, slot: int) -> Rows:
+        ready = self._box.ready.pop(slot)
+        while not ready():
+            time.sleep(20e-6)
+        self._times[slot][0, self._layer[slot]] = time.perf_counter()
+        return self._box.qkv[slot][: self._num_rows[slot]]
+
+    def out_rows(self, slot: int) -> Rows:
+        return self._box.out[slot][: self._num_rows[slot]]
+
+    def send_out(self, slot: int) -> None:
+        self._times[slot][1, self._layer[slot]] = time.perf_counter()
+        self._layer[slot] += 1
+        self._box.out_ready.add(slot)
+
+    def wait_prefill(self, seq_ids: Ints) -> None:
+        self.poke()
+
+    def send_report(self, slot: int, report: StepReport) -> None:
+        self._box.reports[slot] = report
+
+    def layer_times(self, slot: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        arrived, posted = self._times[slot]
+        return arrived, posted
+
+    def poke(self) -> None:
+        assert self._sink is not None, "bind() comes first"
+        while self._box.prompt_kv:
+            self._sink(*self._box.prompt_kv.popleft())
+
+
+def make_local(num_layers: int) -> tuple[LocalSEnd, LocalREnd]:
+    """Make the two ends of a run in one process."""
+    mailbox = _Mailbox(num_layers)
+    return LocalSEnd(mailbox), LocalREnd(mailbox)

@@ -1,0 +1,155 @@
+"""The S-Part against transformers in float32, with the decode attention replaced by a plain float64 softmax."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from fastdecode_hpc.config import ConfigError, ModelConfig
+from fastdecode_hpc.s_part.model import SPart
+from fastdecode_hpc.s_part.weights import load_weights, read_model_config, resolve_model
+from tiny_models import FAMILIES, load_reference, make_checkpoint, random_prompt, reference_greedy, reference_logits
+from torch import Tensor
+
+TOLERANCE = 1e-4
+CPU = torch.device("cpu")
+SMOLLM2_CASES = Path(__file__).parent.parent / "data" / "smollm2_f32_greedy.json"
+
+
+def load_s_part(path: Path, *, dtype: torch.dtype = torch.float32, batch_invariant: bool = True) -> SPart:
+    config = read_model_config(path)
+    weights = load_weights(path, config, dtype=dtype, device=CPU)
+    return SPart(config, weights, device=CPU, dtype=dtype, batch_invariant=batch_invariant)
+
+
+class DenseDecoder:
+    """One sequence: prefill through the S-Part's own attention, decode through `plain_attention`."""
+
+    def __init__(self, s_part: SPart) -> None:
+        self.s_part, self.config = s_part, s_part.config
+        kv_size = self.config.kv_size
+        self.keys = [torch.empty(0, kv_size) for _ in range(self.config.num_layers)]
+        self.values = [torch.empty(0, kv_size) for _ in range(self.config.num_layers)]
+        self.context_len = 0
+
+    def prefill(self, token_ids: list[int]) -> Tensor:
+        """Logits of a chunk's tokens."""
+        return self._forward(token_ids, is_decode=False)
+
+    def decode(self, token: int) -> Tensor:
+        return self._forward([token], is_decode=True)[0]
+
+    def _forward(self, token_ids: list[int], *, is_decode: bool) -> Tensor:
+        s_part, config, start = self.s_part, self.config, self.context_len
+        positions = torch.arange(start, start + len(token_ids))
+        hidden = s_part.embed(torch.tensor(token_ids))
+        for layer in range(config.num_layers):
+            qkv = s_part.pre_attention(layer, hidden, positions)
+            q, k, v = qkv.split([config.q_size, config.kv_size, config.kv_size], dim=1)
+            k = self.keys[layer] = torch.cat((self.keys[layer], k.float()))
+            v = self.values[layer] = torch.cat((self.values[layer], v.float()))
+            o = plain_attention(config, q, k, v) if is_decode else s_part.prefill_attention(layer, q, k, v, start)
+            hidden = s_part.post_attention(layer, hidden, o)
+        self.context_len += len(token_ids)
+        return s_part.logits(hidden)
+
+
+def plain_attention(config: ModelConfig, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """softmax(q k / sqrt(d)) v of the newest token, head by head in float64."""
+    window = config.sliding_window or k.shape[0]
+    shape = (-1, config.num_kv_heads, config.head_dim)
+    keys, values = (x[-window:].reshape(shape).double().numpy() for x in (k, v))
+    group = config.num_heads // config.num_kv_heads
+    heads = []
+    for head, query in enumerate(q.reshape(config.num_heads, config.head_dim).double().numpy()):
+        scores = keys[:, head // group] @ query / np.sqrt(config.head_dim)
+        weights = np.exp(scores - scores.max())
+        heads.append(weights @ values[:, head // group] / weights.sum())
+    return torch.from_numpy(np.concatenate(heads)[None])
+
+
+@pytest.fixture(scope="module", params=sorted(FAMILIES))
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.mark.parametrize("chunks", [[45], [24, 16, 5]], ids=["one-chunk", "three-chunks"])
+@pytest.mark.parametrize("batch_invariant", [True, False], ids=["tiles", "whole"])
+def test_prefill_and_decode_equal_transformers(checkpoint: Path, chunks: list[int], batch_invariant: bool) -> None:
+    reference = load_reference(checkpoint)
+    prompt = random_prompt(sum(chunks))
+    expected_ids = reference_greedy(reference, prompt, 25)
+    expected = reference_logits(reference, prompt + expected_ids)
+
+    decoder = DenseDecoder(load_s_part(checkpoint, batch_invariant=batch_invariant))
+    logits = torch.cat([decoder.prefill(prompt[end - size : end]) for size, end in zip(chunks, np.cumsum(chunks), strict=True)])
+    torch.testing.assert_close(logits, expected[: len(prompt)], atol=TOLERANCE, rtol=0)
+
+    token_ids, last = [], logits[-1]
+    for step in range(24):
+        token_ids.append(int(last.argmax()))
+        last = decoder.decode(token_ids[-1])
+        torch.testing.assert_close(last, expected[len(prompt) + step], atol=TOLERANCE, rtol=0)
+    assert [*token_ids, int(last.argmax())] == expected_ids
+    assert decoder.context_len > (decoder.config.sliding_window or 0)
+
+
+def test_sharded_checkpoint_has_shards(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "sharded")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 3
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("llama3-rope-scaled", {"rope_scaling": None}),
+        ("linear-rope", {"rope_scaling": None}),
+        ("mistral-window", {"sliding_window": None}),
+    ],
+)
+def test_each_feature_is_seen_by_this_comparison(tmp_path: Path, family: str, change: dict[str, None]) -> None:
+    import dataclasses
+
+    make_checkpoint(tmp_path, family)
+    prompt = random_prompt(45)
+    expected = reference_logits(load_reference(tmp_path), prompt)
+    config = dataclasses.replace(read_model_config(tmp_path), **change)  # type: ignore[arg-type]
+    weights = load_weights(tmp_path, config, dtype=torch.float32, device=CPU)
+    s_part = SPart(config, weights, device=CPU, dtype=torch.float32, batch_invariant=False)
+    assert (DenseDecoder(s_part).prefill(prompt) - expected).abs().max() > 100 * TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_types_run_close_to_float32(tmp_path: Path, dtype: torch.dtype) -> None:
+    make_checkpoint(tmp_path, "llama", initializer_range=0.05)
+    prompt = random_prompt(20)
+    expected = reference_logits(load_reference(tmp_path), prompt)
+    decoder = DenseDecoder(load_s_part(tmp_path, dtype=dtype))
+    logits = decoder.prefill(prompt)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, expected, atol=0.05, rtol=0.05)
+    assert torch.isfinite(decoder.decode(5)).all()
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> SPart:
+    try:
+        return load_s_part(resolve_model("smollm2"))
+    except ConfigError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_smollm2_gives_the_recorded_logprobs(smollm2: SPart, index: int) -> None:
+    case = json.loads(SMOLLM2_CASES.read_text())["cases"][index]
+    decoder = DenseDecoder(smollm2)
+    last = decoder.prefill(case["prompt_ids"])[-1]
+    for step, token in zip(case["steps"], case["greedy_ids"], strict=True):
+        logprobs = last.double().log_softmax(-1)
+        top_ids, expected = zip(*step["top5"], strict=True)
+        np.testing.assert_allclose(logprobs[list(top_ids)].numpy(), expected, atol=1e-3)
+        assert int(last.argmax()) == step["token"] == token
+        last = decoder.decode(token)
