@@ -14,9 +14,6 @@ from typing import Any, Final
 from fastdecode_hpc.config import ConfigError
 
 _MAX_CONTINUATION_BYTES: Final = 3
-# What the newest tokens need beyond a stop string: the rest of a character that they start in, and a space that some
-# decoders strip from the start.
-_EXTRA_TOKENS: Final = _MAX_CONTINUATION_BYTES + 1
 
 
 class PromptError(ValueError):
@@ -169,7 +166,7 @@ class TextStream:
         self._tokenizer = tokenizer
         self._stop = stop
         longest = max((len(text.encode("utf-8", "surrogatepass")) for text in stop), default=0)
-        self._window = longest + _EXTRA_TOKENS
+        self._window = longest + 1  # some decoders strip a space from the start of what they are given
         self._newest: deque[int] = deque(maxlen=self._window + _MAX_CONTINUATION_BYTES)  # tokens of text only
         self._ids: list[int] = []
         self._text: str | None = None  # the final text, once a stop string was found

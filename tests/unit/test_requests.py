@@ -3,6 +3,7 @@
 import io
 import json
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -258,7 +259,8 @@ def test_wrong_fields(tmp_path, line, code, word):
     ("name", "value"),
     [("n", 2), ("n", True), ("best_of", 3), ("stream", True), ("echo", True), ("suffix", "x"),
      ("presence_penalty", 0.5), ("presence_penalty", False), ("frequency_penalty", -1), ("logit_bias", {"5": 1}),
-     ("tools", [{}]), ("tool_choice", "required"), ("response_format", {"type": "json_object"}), ("reasoning_effort", "high")],
+     ("tools", [{}]), ("tool_choice", "required"),
+     ("response_format", {"type": "json_object"}), ("reasoning_effort", "high")],
 )  # fmt: skip
 def test_body_fields_that_would_change_the_result_are_refused(tmp_path, name, value):
     refused(tmp_path, batch_line(**{name: value}), "unsupported_field", f"{name} is ", "null")
@@ -354,6 +356,12 @@ def test_a_file_that_cannot_be_read_is_a_configuration_error(tmp_path):
             list(read_requests(path, DEFAULTS))
         with pytest.raises(ConfigError, match="cannot be read"):
             count_requests(path)
+
+
+def test_the_example_input_is_good():
+    items = list(read_requests(Path(__file__).parents[2] / "examples" / "prompts.jsonl", DEFAULTS))
+    assert len(items) == 24
+    assert all(isinstance(item, Request) and 16 <= item.params.max_new_tokens <= 48 for item in items)
 
 
 # -- properties

@@ -369,6 +369,12 @@ def test_special_tokens_do_not_separate_a_stop_string(smollm2):
     assert stream.text == "on"
 
 
+def test_half_a_character_in_the_newest_tokens_is_no_stop_string(smollm2):
+    ids = [token for text in "日abcdefghij" for token in smollm2.encode_prompt(text)]
+    assert "\ufffdabc" in smollm2.decode(ids[1:])
+    check_stream(smollm2, ids, ("\ufffdab", "\ufffdabc"))
+
+
 def test_stream_without_stop_strings(smollm2):
     ids = smollm2.encode_prompt("one two 😀")
     stream = smollm2.stream()

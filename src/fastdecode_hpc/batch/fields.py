@@ -222,9 +222,10 @@ def _read_params(content: dict[str, Any], defaults: SamplingParams) -> SamplingP
         given["max_new_tokens"] = length
     if content.get("stop") is not None:
         given["stop"] = _read_stop(content["stop"])
-    given["ignore_eos"] = _read_bool(content, "ignore_eos", defaults.ignore_eos)
+    if content.get("ignore_eos") is not None:
+        given["ignore_eos"] = _read_bool(content, "ignore_eos", False)
     try:
-        return dataclasses.replace(defaults, **given)
+        return dataclasses.replace(defaults, **given) if given else defaults
     except ValueError as error:
         raise FieldError("invalid_field", str(error).replace("max_new_tokens", length_name, 1)) from None
     except OverflowError:  # a whole number beyond the range of floats

@@ -21,7 +21,21 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def swiglu(gate_up: Tensor) -> Tensor:
     """``silu(gate) * up`` of rows ``[gate|up]``."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return silu(gate) * up
+
+
+def silu(x: Tensor) -> Tensor:
+    """``x / (1 + exp(-x))``, computed in float32, in the type of `x`.
+
+    Notes
+    -----
+    On a CPU torch's own takes a scalar exponential for the last elements of each thread's share and a
+    vector one for the others, so a value's last bit depends on its place. `exp` alone rounds alike everywhere.
+    """
+    if x.device.type != "cpu":
+        return F.silu(x)
+    wide = x.float()
+    return (wide / wide.neg().exp_().add_(1)).to(x.dtype)
 
 
 def rope_frequencies(config: ModelConfig) -> Tensor:

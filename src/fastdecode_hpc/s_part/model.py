@@ -13,11 +13,11 @@ from torch import Tensor
 
 from fastdecode_hpc.config import ModelConfig
 from fastdecode_hpc.s_part import layers
-from fastdecode_hpc.s_part.row_tiles import RowTiles, find_row_tiles
+from fastdecode_hpc.s_part.row_tiles import BASE_SIZES, RowTiles, find_row_tiles
 from fastdecode_hpc.s_part.weights import Weights
 
-LAYER_TILES = (8, 16, 32, 64, 128, 192, 256)
-"""Row counts tried for the halves of a layer; the products' time grows far slower than their rows."""
+LAYER_TILES = (8, 16, 32, 64, 128, 256)
+"""Row counts tried for the halves of a layer."""
 
 HEAD_TILES = (8, 32, 128)
 """Row counts tried for the logits: few, because the head is by far the largest product to check."""
@@ -158,15 +158,16 @@ class SPart:
         Layers have equal shapes, so the first stands for all. The check runs the very functions that the
         batches run, so it sees norms, rotary embedding and activation as well as the products.
         """
-        generator, config = torch.Generator().manual_seed(0), self.config
+        num_samples, config = max(BASE_SIZES), self.config
+        generator = torch.Generator().manual_seed(0)
 
         def sample(size: int) -> Tensor:
-            return torch.randn(1, size, generator=generator).to(self.device, self.dtype)
+            return torch.randn(num_samples, size, generator=generator).to(self.device, self.dtype)
 
         def both_halves(hidden: Tensor, positions: Tensor, o: Tensor) -> Tensor:
             return torch.cat((self._pre_attention(0, hidden, positions), self._post_attention(0, hidden, o)), dim=1)
 
         hidden, o = sample(config.hidden_size), sample(config.q_size)
-        position = torch.tensor([self._rope.shape[0] // 2], device=self.device)
-        layer_tiles = find_row_tiles("layer", both_halves, (hidden, position, o), LAYER_TILES)
+        positions = torch.arange(num_samples, device=self.device) * 37 % self._rope.shape[0]
+        layer_tiles = find_row_tiles("layer", both_halves, (hidden, positions, o), LAYER_TILES)
         return layer_tiles, find_row_tiles("logits", self._logits, (hidden,), HEAD_TILES)

@@ -25,6 +25,9 @@ RowFunction = Callable[..., Tensor]
 BASE_SIZES = (8, 16, 32, 1)
 """Smallest tiles to try, best first; 1 is row by row: slow, but the same call for every row."""
 
+MAX_PADDING = 48
+"""Most rows of padding in a tile: about what one product more costs, for it reads all weights again."""
+
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -52,16 +55,26 @@ class RowTiles:
         num_rows = inputs[0].shape[0]
         if not self.sizes or num_rows == 0:
             return function(*inputs)
-        if num_rows <= self.sizes[-1]:
-            return self._run_tile(function, inputs)
-        largest = self.sizes[-1]
-        tiles = [tuple(x[first : first + largest] for x in inputs) for first in range(0, num_rows, largest)]
-        return torch.cat([self._run_tile(function, tile) for tile in tiles])
+        sizes = self.split(num_rows)
+        if len(sizes) == 1:
+            return function(*(pad_rows(x, sizes[0]) for x in inputs))[:num_rows]
+        tiles, first = [], 0
+        for size in sizes:
+            rows = [x[first : first + size] for x in inputs]
+            tiles.append(function(*(pad_rows(x, size) for x in rows))[: rows[0].shape[0]])
+            first += size
+        return torch.cat(tiles)
 
-    def _run_tile(self, function: RowFunction, inputs: tuple[Tensor, ...]) -> Tensor:
-        num_rows = inputs[0].shape[0]
-        size = next(size for size in self.sizes if size >= num_rows)
-        return function(*(pad_rows(x, size) for x in inputs))[:num_rows]
+    def split(self, num_rows: int) -> list[int]:
+        """Sizes of the tiles for a number of rows; only the last may hold more than there are."""
+        tiles, rest = [], num_rows
+        while rest > 0:
+            covering = next((size for size in self.sizes if size >= rest), None)
+            if covering is None or (covering - rest > MAX_PADDING and covering > self.sizes[0]):
+                covering = max(size for size in self.sizes if size <= rest)
+            tiles.append(covering)
+            rest -= covering
+        return tiles
 
 
 def pad_rows(x: Tensor, size: int) -> Tensor:
@@ -73,11 +86,10 @@ def pad_rows(x: Tensor, size: int) -> Tensor:
     return padded
 
 
-def find_row_tiles(name: str, function: RowFunction, row: tuple[Tensor, ...], sizes: tuple[int, ...]) -> RowTiles:
+def find_row_tiles(name: str, function: RowFunction, samples: tuple[Tensor, ...], sizes: tuple[int, ...]) -> RowTiles:
     """Try a row-wise function on this machine and keep the row counts at which a row's bits never change.
 
-    One row is repeated, so that every place of every tile must give the same bits. The result holds for the
-    current number of threads.
+    The result holds for the current number of threads.
 
     Parameters
     ----------
@@ -85,8 +97,8 @@ def find_row_tiles(name: str, function: RowFunction, row: tuple[Tensor, ...], si
         What is checked, for messages.
     function : callable
         As for `RowTiles.run`.
-    row : tuple of Tensor
-        Its inputs, of one row each, ``[1, ...]``.
+    samples : tuple of Tensor
+        Its inputs, at least ``max(BASE_SIZES)`` distinct rows.
     sizes : tuple of int
         Row counts to try beside the base size.
 
@@ -96,12 +108,11 @@ def find_row_tiles(name: str, function: RowFunction, row: tuple[Tensor, ...], si
         If not even row by row a row gives the same bits twice.
     """
     for base in BASE_SIZES:
-        tile = _run_copies(function, row, base)
-        expected = tile[:1]
-        # A tile of one row has no other row to agree with: it is computed twice.
-        if _is_equal(tile, expected) if base > 1 else _agrees(function, row, expected, 1):
-            larger = [size for size in sorted(sizes) if size > base and size % base == 0]
-            good = [size for size in larger if _agrees(function, row, expected, size)]
+        expected = function(*(x[:base] for x in samples))
+        larger = [size for size in sorted(sizes) if size > base and size % base == 0]
+        good = [size for size in larger if _agrees(function, samples, expected, size)]
+        # A larger tile that agrees had the rows in other places, which vouches for the base tile's places too.
+        if good or _agrees(function, samples, expected, base):
             _report(name, base, good, len(larger))
             return RowTiles((base, *good))
     raise ConfigError(
@@ -110,19 +121,21 @@ def find_row_tiles(name: str, function: RowFunction, row: tuple[Tensor, ...], si
     )
 
 
-def _agrees(function: RowFunction, row: tuple[Tensor, ...], expected: Tensor, size: int) -> bool:
-    """Whether every row of a call on `size` copies of a row has the bits of `expected`, ``[1, ...]``."""
-    return _is_equal(_run_copies(function, row, size), expected)
+def _agrees(function: RowFunction, samples: tuple[Tensor, ...], expected: Tensor, size: int) -> bool:
+    """Whether the sample rows, in other places of a call on `size` rows, have the bits of `expected`."""
+    base = expected.shape[0]
+    place = torch.arange(size, device=expected.device)
+    row = (place + 1 + place // base) % base  # every base tile is rotated by one more
+    out = function(*(x[row] for x in samples))
+    return all(
+        torch.equal(_as_bits(tile), _as_bits(expected[rows]))
+        for tile, rows in zip(out.split(base), row.split(base), strict=True)
+    )
 
 
-def _is_equal(rows: Tensor, expected: Tensor) -> bool:
-    """Whether all rows have the bits of `expected`, ``[1, ...]``."""
-    bits = _BITS[rows.element_size()]
-    return bool((rows.contiguous().view(bits) == expected.contiguous().view(bits)).all())
-
-
-def _run_copies(function: RowFunction, row: tuple[Tensor, ...], size: int) -> Tensor:
-    return function(*(x.repeat(size, *[1] * (x.ndim - 1)) for x in row))
+def _as_bits(x: Tensor) -> Tensor:
+    """The bits of `x` as integers: unlike floats, they tell zeros apart and equal themselves when not a number."""
+    return x.contiguous().view(_BITS[x.element_size()])
 
 
 def _report(name: str, base: int, good: list[int], num_tried: int) -> None:

@@ -24,7 +24,8 @@ class Sampled(NamedTuple):
 
 def uniform(seed: int, index: int, choice: int, token_index: int) -> float:
     """The row's random number in [0, 1): Philox keyed by (seed, index), counting (token_index, choice)."""
-    raw = np.random.Philox(key=[seed, index], counter=[0, 0, token_index, choice]).random_raw()
+    key, counter = np.array([seed, index], np.uint64), np.array([0, 0, token_index, choice], np.uint64)
+    raw = np.random.Philox(key=key, counter=counter).random_raw()
     return (int(raw) >> 11) * 2.0**-53
 
 

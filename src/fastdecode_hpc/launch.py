@@ -1,0 +1,328 @@
+"""How this process was started, and starting the ranks where no launcher did.
+
+Imports neither mpi4py nor torch, so that the process that only starts the others costs nothing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+from fastdecode_hpc.config import ConfigError
+from fastdecode_hpc.mpiexec import OPTIONS, environment, find_library, find_mpiexec
+
+LAUNCHED = "FASTDECODE_LAUNCHED"  # in a rank that `launch` started: the folder it shares with the launcher
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+POLL_S = 0.2  # how often launcher and ranks look at each other
+FIRST_RESERVED_STEP = 0xFFFFFFF0  # step ids from here on are Slurm's own: interactive, batch, extern
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What the launcher says about this process, before MPI starts.
+
+    Attributes
+    ----------
+    kind : str
+        ``none``, ``mpirun`` (any mpiexec) or ``srun``.
+    rank, size : int or None
+        Rank, and number of processes that the launcher started; for a heterogeneous step all components
+        together. None outside.
+    component : int or None
+        Component of a heterogeneous job that this rank runs in, where Slurm tells.
+    is_heterogeneous : bool
+        The step spans the components of a heterogeneous job.
+    """
+
+    kind: str
+    rank: int | None = None
+    size: int | None = None
+    component: int | None = None
+    is_heterogeneous: bool = False
+
+
+def detect(env: Mapping[str, str] = os.environ) -> Launch:
+    """Read from the environment who started this process.
+
+    Notes
+    -----
+    mpiexec comes before srun: inside an allocation it starts its proxies by srun, so that its ranks see the step
+    variables of the proxies, whose number of tasks is the number of nodes. Shells are no step: that of ``sbatch``
+    and ``salloc`` (no step id), Slurm's interactive step, and ``srun --pty bash``.
+    """
+    rank_size = _mpiexec_rank_size(env)
+    if rank_size is not None:
+        return Launch("mpirun", *rank_size)
+    if _is_in_step(env):
+        return _srun_launch(env)
+    for rank, size in (("PMI_RANK", "PMI_SIZE"), ("PMIX_RANK", "PMIX_SIZE")):  # other process managers
+        if rank in env and "SLURM_STEP_ID" not in env:
+            return Launch("mpirun", _number(env, rank), _number(env, size))
+    return Launch("none")
+
+
+def _mpiexec_rank_size(env: Mapping[str, str]) -> tuple[int | None, int | None] | None:
+    if "OMPI_COMM_WORLD_SIZE" in env:
+        return _number(env, "OMPI_COMM_WORLD_RANK"), _number(env, "OMPI_COMM_WORLD_SIZE")
+    if "MPI_LOCALNRANKS" in env and "PMI_SIZE" in env:  # Hydra; Slurm's own PMI sets no MPI_LOCALNRANKS
+        return _number(env, "PMI_RANK"), _number(env, "PMI_SIZE")
+    return None
+
+
+def _is_in_step(env: Mapping[str, str]) -> bool:
+    step, tasks = _number(env, "SLURM_STEP_ID"), _number(env, "SLURM_STEP_NUM_TASKS")
+    if step is None or step >= FIRST_RESERVED_STEP:
+        return False
+    return not ("SLURM_PTY_PORT" in env and tasks == 1)
+
+
+def _srun_launch(env: Mapping[str, str]) -> Launch:
+    rank, size = _number(env, "SLURM_PROCID"), _number(env, "SLURM_STEP_NUM_TASKS")
+    components = _number(env, "SLURM_HET_SIZE") or 1
+    counts = [_number(env, f"SLURM_NTASKS_HET_GROUP_{index}") for index in range(components)]
+    tasks = [count for count in counts if count is not None]
+    if components == 1 or (tasks and sum(tasks) != size):  # or a step in one component of a heterogeneous job
+        return Launch("srun", rank, size)
+    return Launch("srun", rank, size, _component_of(rank, tasks), True)
+
+
+def _component_of(rank: int | None, tasks: list[int]) -> int | None:
+    for component in range(len(tasks)):
+        if rank is not None and rank < sum(tasks[: component + 1]):
+            return component
+    return None
+
+
+def _number(env: Mapping[str, str], name: str) -> int | None:
+    try:
+        return int(env[name]) if name in env else None
+    except ValueError:
+        raise ConfigError(f"environment variable {name} is {env[name]!r}; the launcher sets a number there") from None
+
+
+def check_world(launches: Sequence[Launch], world_size: int, library: str) -> None:
+    """Raise unless MPI's world is what the launcher started.
+
+    A library that does not understand its launcher starts N worlds of one rank, silently.
+
+    Parameters
+    ----------
+    launches : sequence of Launch
+        What every rank of this world detected.
+    world_size : int
+        Size of MPI's world.
+    library : str
+        Name of the MPI library, for the message.
+
+    Raises
+    ------
+    ConfigError
+        With the way out.
+    """
+    for launch in launches:
+        if launch.size is not None and launch.size != world_size:
+            raise ConfigError(_mismatch(launch, world_size, library))
+
+
+def _mismatch(launch: Launch, world_size: int, library: str) -> str:
+    starter = "srun" if launch.kind == "srun" else "mpiexec"
+    alone = ": each process runs alone" if world_size == 1 else ""
+    text = f"{starter} started {launch.size} processes, but {library} sees a world of {world_size}{alone}. "
+    if launch.kind == "srun":
+        plugin = "pmix" if "open mpi" in library.lower() else "pmi2"
+        return text + f"Use srun --mpi={plugin} (srun --mpi=list shows what there is), or mpiexec of the same MPI"
+    return text + (
+        "That mpiexec belongs to another MPI library. Use its own: without a launcher, "
+        "--ranks N finds it; or let MPI4PY_LIBMPI name the libmpi of the mpiexec in use"
+    )
+
+
+def launch(ranks: int, argv: Sequence[str], *, module: str = "fastdecode_hpc") -> int:
+    """Start ``python -m module *argv`` as `ranks` MPI processes on this node, and wait for the end.
+
+    TERM, INT, USR1 and USR2 go on to rank 0 alone, which decides; they wait until rank 0 has called `announce`
+    and handles them. A third TERM or INT kills the job. From the main thread only.
+
+    Returns
+    -------
+    int
+        Rank 0's exit code; where a process died by a signal 128 plus its number, or what mpiexec makes of it.
+
+    Raises
+    ------
+    ConfigError
+        When mpi4py finds no MPI library, or there is no mpiexec of that library.
+
+    Notes
+    -----
+    What leaves no orphan: mpiexec is in a session of its own, so that Ctrl-C reaches it through this process only,
+    and the kernel kills it when this process dies, even by kill -9 (PR_SET_PDEATHSIG). Each rank watches this
+    process and its own parent (`announce`) and kills itself when one is gone. A rank that has not got there yet
+    ends with its mpiexec.
+    """
+    if is_launched():
+        raise RuntimeError(f"launch() in a process that launch() started ({LAUNCHED} is set)")
+    library = find_library()
+    mpiexec = find_mpiexec(library)
+    with tempfile.TemporaryDirectory(prefix="fastdecode-", ignore_cleanup_errors=True) as folder:
+        job = _Job(Path(folder))
+        _Process.current().save(job.launcher)
+        command = [str(mpiexec), *OPTIONS[library.family], "-n", str(ranks), sys.executable, "-m", module, *argv]
+        return job.run(command, environment(library.family, mpiexec) | {LAUNCHED: str(job.folder)})
+
+
+def is_launched(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether `launch` started this process: then it is a rank, and starts no others."""
+    return LAUNCHED in env
+
+
+class _Job:
+    """One run of mpiexec, and the folder in which it and the launcher leave each other notes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.launcher = folder / "launcher"  # _Process
+        self.rank_0 = folder / "rank_0"  # _Process, by `announce`
+        self.orderly = folder / "orderly"  # empty: rank 0 ended by itself
+        self._waiting: list[int] = []  # signals for rank 0
+        self._num_ends = 0
+
+    def run(self, command: list[str], env: dict[str, str]) -> int:
+        with _handling(FORWARDED, self._on_signal):
+            process = _start(command, env)
+            while True:
+                try:
+                    return self._exit_code(process.wait(POLL_S))
+                except subprocess.TimeoutExpired:
+                    self._forward(process)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._waiting.append(number)
+        self._num_ends += number in (signal.SIGTERM, signal.SIGINT)
+
+    def _forward(self, process: subprocess.Popen[bytes]) -> None:
+        if self._num_ends > 2:
+            process.kill()
+        rank_0 = _Process.load(self.rank_0)
+        while rank_0 is not None and self._waiting and rank_0.catches(self._waiting[0]):
+            rank_0.send(self._waiting.pop(0))
+
+    def _exit_code(self, code: int) -> int:
+        """Tell a death from a verdict: Hydra gives 4 for a rank that died by SIGILL, and 3 by SIGQUIT."""
+        if code in (signal.SIGQUIT, signal.SIGILL) and self.rank_0.exists() and not self.orderly.exists():
+            return 128 + code
+        return code if code >= 0 else 128 - code
+
+
+def _start(command: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
+    # a job in another session cannot read this terminal
+    stdin = subprocess.DEVNULL if sys.stdin is None or sys.stdin.isatty() else None
+    libc, launcher = ctypes.CDLL(None), os.getpid()
+
+    def die_with_launcher() -> None:
+        libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != launcher:  # it died before the line above
+            os._exit(1)
+
+    return subprocess.Popen(command, env=env, stdin=stdin, start_new_session=True, preexec_fn=die_with_launcher)
+
+
+@contextmanager
+def _handling(numbers: Sequence[signal.Signals], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def announce() -> None:
+    """Make this rank part of the job that `launch` started; does nothing in any other process.
+
+    Rank 0 tells the launcher its process id, for the signals. Every rank starts a thread that ends it when the
+    launcher, or the mpiexec (or proxy) that is its parent, is gone.
+    """
+    if not is_launched():
+        return
+    job, parent = _Job(Path(os.environ[LAUNCHED])), os.getppid()
+    launcher = _Process.load(job.launcher)
+    watch = threading.Thread(target=_watch, args=(job, launcher, parent), name="launcher-watch", daemon=True)
+    watch.start()
+    if detect().rank == 0:
+        _Process.current().save(job.rank_0)
+        atexit.register(_leave_note, job.orderly)
+
+
+def _watch(job: _Job, launcher: _Process | None, parent: int) -> None:
+    while launcher is not None and launcher.is_running() and os.getppid() == parent:
+        time.sleep(POLL_S)
+    shutil.rmtree(job.folder, ignore_errors=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _leave_note(path: Path) -> None:
+    if path.parent.exists():
+        path.touch()
+
+
+class _Process(NamedTuple):
+    """A process by id and start time, so that a reused id is never taken for it."""
+
+    pid: int
+    start_ticks: int | None
+
+    @classmethod
+    def current(cls) -> _Process:
+        return cls(os.getpid(), _start_ticks(os.getpid()))
+
+    @classmethod
+    def load(cls, path: Path) -> _Process | None:
+        try:
+            return cls(*map(int, path.read_text().split()))
+        except FileNotFoundError:
+            return None
+
+    def save(self, path: Path) -> None:
+        unfinished = path.with_suffix(".tmp")
+        unfinished.write_text(f"{self.pid} {self.start_ticks}")
+        unfinished.rename(path)
+
+    def is_running(self) -> bool:
+        return self.start_ticks is not None and _start_ticks(self.pid) == self.start_ticks
+
+    def catches(self, number: int) -> bool:
+        """Whether it handles a signal; one that ended would drop it, so that is True as well."""
+        try:
+            status = Path(f"/proc/{self.pid}/status").read_text()
+        except OSError:
+            return True
+        caught = int(status.partition("SigCgt:")[2].split()[0], 16)
+        return bool(caught >> (number - 1) & 1) or not self.is_running()
+
+    def send(self, number: int) -> None:
+        if self.is_running():
+            os.kill(self.pid, number)
+
+
+def _start_ticks(pid: int) -> int | None:
+    """When the kernel started a process; None where there is none, or only a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])

@@ -1,0 +1,73 @@
+"""One prompt has one continuation, whatever the ranks, batch size, slots and order (all types fp32)."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from pathlib import Path
+
+import pytest
+from launching import run_ranks
+from tiny_models import load_reference, make_checkpoint, random_prompt, reference_logits
+
+PROGRAM = Path(__file__).with_name("identity_program.py")
+CONFIGS = [
+    {"max_batch_size": batch, "num_slots": slots} for batch, slots in itertools.product((1, 7, 32), (1, 2))
+]
+
+
+def mixed_requests(seed: int = 1) -> list[dict]:
+    """40 requests: short and long prompts (several chunks), greedy and sampled, different lengths of output."""
+    rng = random.Random(seed)
+    requests = []
+    for index in range(40):
+        params = {"max_new_tokens": rng.choice([1, 2, 9, 20, 33])}
+        if index % 3 == 1:
+            params |= {"temperature": 0.9, "top_p": 0.9, "seed": index}
+        if index % 6 == 2:
+            params |= {"temperature": 1.2, "top_k": 7, "repetition_penalty": 1.3}
+        prompt = random_prompt(rng.choice([1, 3, 17, 32, 33, 70, 150]), seed=index)
+        requests.append({"index": index, "prompt": prompt, "params": params})
+    return requests
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral-window"])
+def case(request, tmp_path_factory) -> tuple[Path, Path, dict]:
+    """Checkpoint, prompts, and the result of one process with the default configuration."""
+    folder = tmp_path_factory.mktemp(request.param)
+    checkpoint = make_checkpoint(folder / "model", request.param)
+    prompts = folder / "prompts.json"
+    prompts.write_text(json.dumps(mixed_requests()))
+    return checkpoint, prompts, run(1, checkpoint, prompts, folder, [{"prefill_chunk_tokens": 32}])[0]
+
+
+def run(ranks: int, checkpoint: Path, prompts: Path, folder: Path, configs: list[dict]) -> list[dict]:
+    """Results of all configurations, in order."""
+    configs = [{"prefill_chunk_tokens": 32, **config} for config in configs]
+    config_file, output = folder / "configs.json", folder / f"out-{ranks}.json"
+    config_file.write_text(json.dumps(configs))
+    done = run_ranks(ranks, [str(PROGRAM), str(checkpoint), str(prompts), str(output), str(config_file)], timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = json.loads(output.read_text())
+    return [results[json.dumps(config, sort_keys=True)] for config in configs]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_tokens_do_not_depend_on_ranks_batch_slots_or_order(case, ranks: int, tmp_path: Path) -> None:
+    checkpoint, prompts, expected = case
+    assert len(expected) == 40
+    for config, result in zip(CONFIGS, run(ranks, checkpoint, prompts, tmp_path, CONFIGS), strict=True):
+        assert result == expected, f"{ranks} ranks, {config}"
+
+
+def test_greedy_rows_are_those_of_transformers(case) -> None:
+    checkpoint, prompts, results = case
+    model = load_reference(checkpoint)
+    for request in json.loads(prompts.read_text()):
+        tokens, reason, error = results[str(request["index"])]
+        assert error is None
+        assert len(tokens) == request["params"]["max_new_tokens"] or reason == "stop"
+        if "temperature" not in request["params"]:
+            logits = reference_logits(model, request["prompt"] + tokens)
+            assert tokens == logits[len(request["prompt"]) - 1 : -1].argmax(-1).tolist(), request["index"]
