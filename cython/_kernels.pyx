@@ -135,8 +135,8 @@ cdef class Rows:
         if self.num_columns > 1 and buffer.strides[1] != ITEM_BYTES[dtype] or (
             self.num_rows > 1 and buffer.strides[0] != self.row_bytes
         ):
-            strides = (buffer.strides[0], buffer.strides[1])
-            raise ValueError(f"{name} has strides {strides}; it must be contiguous: {(self.row_bytes, ITEM_BYTES[dtype])}")
+            strides, wanted = (buffer.strides[0], buffer.strides[1]), (self.row_bytes, ITEM_BYTES[dtype])
+            raise ValueError(f"{name} has strides {strides}; it must be contiguous: {wanted}")
         self.data = <char*> buffer.buf
 
     def __dealloc__(self):

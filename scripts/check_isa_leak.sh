@@ -33,7 +33,7 @@ if [ $# -ge 1 ]; then
   dir=$1
 else
   dir=$work/build
-  cmake -S "$root" -B "$dir" -DFD_PYTHON=OFF >"$work/log" 2>&1 && cmake --build "$dir" >>"$work/log" 2>&1 || {
+  cmake -S "$root" -B "$dir" -DFD_PYTHON=OFF >"$work/log" 2>&1 && cmake --build "$dir" --parallel >>"$work/log" 2>&1 || {
     cat "$work/log" >&2
     echo "check_isa_leak: the kernels do not build" >&2
     exit 1

@@ -142,7 +142,7 @@ def run_report_show(args: argparse.Namespace, argv: Sequence[str]) -> int:
 
 def run_generate(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """``fastdecode generate``: start the ranks, or be one of them."""
-    run = _from_args(RunConfig, args)
+    run, defaults = _from_args(RunConfig, args), _sampling(args)
     if detect().kind == "none" and (run.ranks or 1) > 1:
         return launch(run.ranks or 1, argv)
     announce()
@@ -153,7 +153,7 @@ def run_generate(args: argparse.Namespace, argv: Sequence[str]) -> int:
     world = connect(run)
     set_up_logging(0 if world is None else world.rank, verbose=args.verbose)
     try:
-        code = _run_rank(run, args, world)
+        code = _run_rank(run, defaults, args, world)
     except ConfigError as error:
         print(f"fastdecode: {error}", file=sys.stderr)
         code = 2
@@ -164,21 +164,19 @@ def run_generate(args: argparse.Namespace, argv: Sequence[str]) -> int:
     return code
 
 
-def _run_rank(run: RunConfig, args: argparse.Namespace, world: Any) -> int:
+def _run_rank(run: RunConfig, defaults: SamplingParams, args: argparse.Namespace, world: Any) -> int:
     from fastdecode_hpc.engine import Engine
     from fastdecode_hpc.job import run_job
     from fastdecode_hpc.signals import StopRequest
 
     stop = StopRequest()
     stop.install()
-    files = _job_files(args)
+    files = _job_files(args, defaults)
     engine = Engine(run, world=world, preflight=files.check, stop_requested=stop)
-    if engine.is_s_rank:
-        print(*(rank.line for rank in engine.setup.ranks), sep="\n", file=sys.stderr, flush=True)
     return run_job(run, files, engine)
 
 
-def _job_files(args: argparse.Namespace) -> Any:
+def _job_files(args: argparse.Namespace, defaults: SamplingParams) -> Any:
     from fastdecode_hpc.job import JobFiles
 
     return JobFiles(
@@ -188,7 +186,7 @@ def _job_files(args: argparse.Namespace) -> Any:
         resume=args.resume,
         report=args.report,
         max_errors=args.max_errors,
-        defaults=_sampling(args),
+        defaults=defaults,
     )
 
 

@@ -6,6 +6,7 @@ work until that run's stop plans and return.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +21,8 @@ from fastdecode_hpc.launch import detect
 from fastdecode_hpc.sequence import Request, SamplingParams, Sequence, TokenLogprob
 from fastdecode_hpc.startup import Dismissed, RankSetup, Setup
 from fastdecode_hpc.timing import StepTimes
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from fastdecode_hpc.r_part.worker import RWorker
@@ -154,6 +157,9 @@ class Engine:
         self.setup = startup.agree(
             self.run_config, self.world, detect(), isas=_available_isas, decide=self._decide
         )
+        if self.is_s_rank:
+            for rank in self.setup.ranks:
+                logger.info("%s", rank.line)
         self._build(on_load)
 
     @property
@@ -201,7 +207,12 @@ class Engine:
         started = time.perf_counter()
         self.tokenizer = _load_tokenizer(self.model_path)
         self._s_part = build_s_part(
-            self.run_config, self.setup.model, self.model_path, threads=self.me.threads, progress=on_load
+            self.run_config,
+            self.setup.model,
+            self.model_path,
+            threads=self.me.threads,
+            max_context_len=self.setup.max_context_len,
+            progress=on_load,
         )
         self.t_load_s = time.perf_counter() - started
 

@@ -173,6 +173,8 @@ class Job:
         )
         stats = self.engine.run(self._requests(), hooks)
         assert stats is not None
+        # Lines that hold no request never reached the engine.
+        stats.num_requests, stats.num_errors = self._writer.num_written, self._writer.num_errors
         return stats
 
     def _requests(self) -> Iterator[Request]:

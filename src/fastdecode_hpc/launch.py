@@ -222,8 +222,8 @@ class _Job:
             rank_0.send(self._waiting.pop(0))
 
     def _exit_code(self, code: int) -> int:
-        """Tell a death from a verdict: Hydra gives 4 for a rank that died by SIGILL, and 3 by SIGQUIT."""
-        if code in (signal.SIGQUIT, signal.SIGILL) and self.rank_0.exists() and not self.orderly.exists():
+        """Tell a death from a verdict: Hydra's code of a rank that died by SIGILL is 4, and by SIGQUIT 3."""
+        if 2 < code <= signal.SIGRTMAX and self.rank_0.exists() and not self.orderly.exists():
             return 128 + code
         return code if code >= 0 else 128 - code
 

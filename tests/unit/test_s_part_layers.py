@@ -45,6 +45,24 @@ def test_swiglu() -> None:
     np.testing.assert_allclose(layers.swiglu(gate_up).numpy(), gate / (1 + np.exp(-gate)) * up, rtol=1e-5)
 
 
+def test_silu_of_a_value_does_not_depend_on_its_place() -> None:
+    gate = torch.randn(128, 2 * 1544)[:, :1544] * 4
+    alone = torch.cat([layers.silu(row[None]) for row in gate])
+    before = torch.get_num_threads()
+    try:
+        for num_threads in (2, 3, 7):  # shares of 3 and 7 threads end amid a vector
+            torch.set_num_threads(num_threads)
+            for count in (7, 56, 64, 80, 112, 128):
+                assert torch.equal(layers.silu(gate[:count]), alone[:count]), (num_threads, count)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_silu_of_extreme_values() -> None:
+    x = torch.tensor([-1e4, -100.0, 0.0, 100.0, 1e4])
+    torch.testing.assert_close(layers.silu(x), torch.tensor([0.0, 0.0, 0.0, 100.0, 1e4]))
+
+
 def test_rotation_turns_pairs_by_position_times_frequency() -> None:
     config = make_config(rope_theta=500.0)
     x, positions = torch.randn(2, 3, 8), torch.tensor([5, 77])

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fastdecode_hpc.schedule.placement import LayerGroup
 
 __all__ = [
+    "ISA_VARIABLE",
     "DecodeAttention",
     "StepWork",
     "active_isa",

@@ -5,6 +5,7 @@ Holds no policy: who may come in is decided by placement, which promises blocks 
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import mmap
 from collections.abc import Iterable
@@ -32,10 +33,8 @@ def map_arena(num_bytes: int) -> np.ndarray:
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
     memory = mmap.mmap(-1, num_bytes, flags=flags)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        with contextlib.suppress(OSError):  # a kernel without huge pages: small ones do as well, slower
             memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            pass  # a kernel without huge pages; small ones do as well, slower
     return np.frombuffer(memory, np.uint8)
 
 

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fastdecode_hpc.config import DTYPE_BYTES
-
 if TYPE_CHECKING:
     from fastdecode_hpc._kernels import GroupPlan
     from fastdecode_hpc.r_part.kv_cache import BlockPool, KVPartition
@@ -107,7 +105,7 @@ def _first_visible(positions: np.ndarray, window: int | None) -> np.ndarray:
 def _row_bytes(pool: BlockPool, positions: np.ndarray, first: np.ndarray) -> np.ndarray:
     """KV bytes that each row reads in one layer: [num_rows] int64."""
     token_bytes = 2 * pool.group.num_kv_heads * pool.token_bytes
-    return (positions.astype(np.int64) - first + 1) * token_bytes
+    return np.asarray((positions.astype(np.int64) - first + 1) * token_bytes)
 
 
 def _cut_pieces(row_bytes: np.ndarray, piece_bytes: int) -> np.ndarray:

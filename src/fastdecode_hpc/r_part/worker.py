@@ -104,6 +104,7 @@ class RWorker:
         self._plans[slot] = plan
         self._release(plan.finished)
         self.transport.wait_prefill(plan.new)
+        self.transport.expect(plan.segments)
         mine = plan.owners == self.transport.rank
         seq_ids, positions = plan.seq_ids[mine], plan.positions[mine]
         for seq_id, position in zip(seq_ids.tolist(), positions.tolist(), strict=True):

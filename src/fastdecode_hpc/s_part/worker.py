@@ -34,7 +34,6 @@ class SlotState:
     plan: StepPlan | None = None
     hidden: torch.Tensor | None = None  # [num_rows, hidden]
     positions: torch.Tensor | None = None  # [num_rows] int64
-    finished: list[int] = field(default_factory=list)  # seq_ids whose KV goes with the next plan
     times: StepTimes | None = None
     s_part: Stopwatch = field(default_factory=Stopwatch)
     prefill: Stopwatch = field(default_factory=Stopwatch)
@@ -90,8 +89,8 @@ class SWorker:
         self.on_step = on_step
         self.stop_requested = stop_requested
         self.stopping = False
+        self._finished: list[Sequence] = []  # ended since the last plan
         self._slots = [self._make_slot(slot) for slot in range(admission.num_slots)]
-        self._stages_left = 0  # until the slot whose plan comes next
         self._started_s = 0.0
 
     def _make_slot(self, slot: int) -> SlotState:
@@ -128,8 +127,8 @@ class SWorker:
         if state.plan is None or state.plan.kind is not PlanKind.RUN:
             return
         assert state.hidden is not None and state.positions is not None
+        self.transport.poke()
         with state.s_part.running():
-            self.transport.poke()
             qkv = self.s_part.pre_attention(stage.layer, state.hidden, state.positions)
             ready = self.cast.fill(state.qkv, qkv)
         self.transport.scatter_qkv(stage.slot, ready)
@@ -164,13 +163,13 @@ class SWorker:
                 self._embed(state)
 
     def _make_plan(self, stage: Stage, state: SlotState) -> StepPlan:
+        finished = self._release_finished()
         if self.stopping or self.admission.is_done():
             return StepPlan(PlanKind.STOP, stage.step)
         num_in_slots = sum(len(slot.batch) for slot in self._slots)
         joiners = self.admission.joiners(state.batch, num_in_slots)
         state.batch.seqs += joiners
         state.batch.sort()
-        finished, state.finished = state.finished, []
         num_layers = self.s_part.config.num_layers
         budget = self.max_prefill_tokens * num_layers // len(self._slots)
         segments, listed = self.prefill.list_units(budget, self.admission.admit)
@@ -221,15 +220,21 @@ class SWorker:
     def _drop_finished(self, state: SlotState) -> None:
         for seq in state.batch.seqs:
             if seq.is_finished:
-                self._finish(seq, state)
+                self._finish(seq)
         state.batch.seqs = [seq for seq in state.batch.seqs if not seq.is_finished]
 
-    def _finish(self, seq: Sequence, state: SlotState) -> None:
-        """Free a sequence's place; its R-worker frees the KV when it reads the slot's next plan."""
+    def _finish(self, seq: Sequence) -> None:
+        """A sequence has ended; its place is given on with the next plan, which frees its KV."""
         seq.t_finished_s = time.perf_counter()
-        state.finished.append(seq.seq_id)
-        self.admission.finished(seq)
+        self._finished.append(seq)
         self.on_finished(seq)
+
+    def _release_finished(self) -> list[int]:
+        """Sequences whose KV this plan frees. Only from here on may others be promised their blocks."""
+        finished, self._finished = self._finished, []
+        for seq in finished:
+            self.admission.finished(seq)
+        return [seq.seq_id for seq in finished]
 
     def _run_prefill(self, stage: Stage) -> None:
         """Run this stage's share of the listed prefill units."""
@@ -254,7 +259,7 @@ class SWorker:
         for seq, result in zip(seqs, sampled, strict=True):
             self._take_token(seq, result)
             if seq.is_finished:
-                self._finish(seq, state)
+                self._finish(seq)
             else:
                 self.admission.prefilled(seq)
 

@@ -188,7 +188,10 @@ class REnd(Protocol):
         """Say where arrived prompt K/V goes; called from the worker's own thread, inside waits and pokes."""
 
     def wait_plan(self, slot: int) -> StepPlan:
-        """The slot's next plan; its prefill segments are expected from now on."""
+        """The slot's next plan."""
+
+    def expect(self, segments: list[Segment]) -> None:
+        """Let the prompt K/V that a plan lists reach the sink; what the plan frees must be free by then."""
 
     def wait_qkv(self, slot: int) -> Rows:
         """This worker's rows of the slot's next layer."""
@@ -200,7 +203,7 @@ class REnd(Protocol):
         """Send the output rows."""
 
     def wait_prefill(self, seq_ids: Ints) -> None:
-        """Come back when all listed K/V of these sequences has reached the sink."""
+        """Come back when all expected K/V of these sequences has reached the sink."""
 
     def send_report(self, slot: int, report: StepReport) -> None:
         """End a step of a slot."""

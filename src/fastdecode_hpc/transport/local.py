@@ -104,6 +104,7 @@ class LocalREnd:
         self._times: dict[int, npt.NDArray[np.float64]] = {}
         self._layer: dict[int, int] = {}
         self._sink: PrefillSink | None = None
+        self._last_unit = 0  # units up to this one are expected
 
     def bind(self, sink: PrefillSink) -> None:
         self._sink = sink
@@ -114,6 +115,9 @@ class LocalREnd:
         self._times[slot] = np.zeros((2, self._box.num_layers))
         self._layer[slot] = 0
         return plan
+
+    def expect(self, segments: list[Segment]) -> None:
+        self._last_unit = max([self._last_unit, *(segment.unit for segment in segments)])
 
     def wait_qkv(self, slot: int) -> Rows:
         ready = self._box.ready.pop(slot)
@@ -142,7 +146,8 @@ class LocalREnd:
 
     def poke(self) -> None:
         assert self._sink is not None, "bind() comes first"
-        while self._box.prompt_kv:
+        # What is sent for a plan that the R-worker has not read yet stays in the mailbox.
+        while self._box.prompt_kv and self._box.prompt_kv[0][0][0].unit <= self._last_unit:
             self._sink(*self._box.prompt_kv.popleft())
 
 

@@ -278,12 +278,16 @@ class MpiREnd:
         plan = decode_plan(state.header.copy(), payload)
         state.num_rows, state.layer = int((plan.owners == self.rank).sum()), 0
         state.times[:] = 0.0
-        self._expect(plan.segments)
         if plan.kind is PlanKind.RUN:
             self._post_rows(slot)
         elif plan.kind is PlanKind.EMPTY:
             self._post_header(slot)
         return plan
+
+    def expect(self, segments: list[Segment]) -> None:
+        mine = [segment for segment in segments if segment.owner == self.rank]
+        self._expected.extend(list(group) for _, group in itertools.groupby(mine, key=lambda segment: segment.unit))
+        self._post_kv()
 
     def wait_qkv(self, slot: int) -> Rows:
         state = self._slots[slot]
@@ -363,11 +367,6 @@ class MpiREnd:
         state, comm = self._slots[slot], self._comms.slots[slot]
         receive = [state.qkv, state.num_rows, self._comms.qkv_type]
         state.incoming = self.progress.post(lambda: comm.Iscatterv(None, receive, root=S_RANK), receive)
-
-    def _expect(self, segments: list[Segment]) -> None:
-        mine = [segment for segment in segments if segment.owner == self.rank]
-        self._expected.extend(list(group) for _, group in itertools.groupby(mine, key=lambda segment: segment.unit))
-        self._post_kv()
 
     def _post_kv(self) -> None:
         while self._expected and len(self._posted) < MAX_KV_POSTED:

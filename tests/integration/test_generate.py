@@ -1,0 +1,192 @@
+"""The command line end to end on a tiny checkpoint, as a shell sees it: records, exit codes, status, report."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from launching import clean_env, fastdecode, mpiexec, read_records, run_limited, write_requests
+from tiny_models import load_reference, make_checkpoint, random_prompt, reference_greedy
+
+SMALL = ("--kv-memory-bytes", "4M", "--wire-dtype", "fp32", "--kv-dtype", "fp32", "--ignore-eos")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("tiny") / "model", "llama")
+
+
+def requests(count: int, **fields) -> list[dict]:
+    return [
+        {"custom_id": f"r{i}", "prompt": random_prompt(3 + 5 * i % 40, seed=i), "return_token_ids": True, **fields}
+        for i in range(count)
+    ]
+
+
+def generate(folder: Path, checkpoint: Path, lines: list[dict] | Path, *options: object, **limits):
+    path = lines if isinstance(lines, Path) else write_requests(folder / "in.jsonl", lines)
+    return fastdecode(
+        "generate", "--model", checkpoint, "--input", path, "--output", folder / "out.jsonl", *SMALL, *options, **limits
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_every_line_gets_one_record(checkpoint: Path, tmp_path: Path, ranks: int) -> None:
+    lines = [*requests(12, max_new_tokens=9), {"prompt": []}, {"prompt": [1], "temperature": -1}]
+    path = write_requests(tmp_path / "in.jsonl", lines)
+    path.write_text(path.read_text() + "\n{broken\n" + '{"prompt": [999999]}\n')
+    done = generate(tmp_path, checkpoint, path, "--ranks", ranks, "--report", tmp_path / "run.h5")
+    assert done.returncode == 3, done.stderr
+    records = read_records(tmp_path / "out.jsonl")
+    assert [record["index"] for record in records] == list(range(16))
+    model = load_reference(checkpoint)
+    for record, line in zip(records[:12], lines, strict=False):
+        assert record["custom_id"] == line["custom_id"]
+        assert record["token_ids"] == reference_greedy(model, line["prompt"], 9)
+        assert record["finish_reason"] == "length"
+        assert record["usage"] == {"prompt_tokens": len(line["prompt"]), "completion_tokens": 9}
+    assert all("error" in record for record in records[12:])
+    status = json.loads((tmp_path / "out.status.json").read_text())
+    assert (status["exit_code"], status["num_requests"], status["num_errors"]) == (3, 16, 4)
+    check_report(tmp_path / "run.h5", ranks, output_tokens=12 * 9)
+    # One line a rank, as it is told where it is.
+    told = [line for line in done.stderr.splitlines() if line.startswith("rank ")]
+    assert len(told) == ranks
+    assert "threads" in told[-1] and "isa" in told[-1] and "kv" in told[-1]
+
+
+def check_report(path: Path, ranks: int, output_tokens: int) -> None:
+    with h5py.File(path) as file:
+        assert file.attrs["schema_version"] == 1
+        assert len(json.loads(file.attrs["ranks"])) == ranks
+        assert file["summary/output_tokens"][()] == output_tokens
+        steps = {name: data[:] for name, data in file["steps"].items()}
+        assert {data.attrs["units"] for data in file["steps"].values()} == {"1", "s", "tokens"}
+        busy = steps["num_rows"] > 0
+        assert steps["num_rows"].sum() == output_tokens - 12  # every sequence's first token comes from its prefill
+        assert (steps["t_s_part"][busy] > 0).all()
+        assert (steps["t_r_part"][busy] > 0).all()
+        assert (steps["t_transport"] >= 0).all() and (steps["t_wait"] >= 0).all()
+        if ranks > 1:
+            assert (steps["t_transport"][busy] > 0).all()
+        assert (steps["t_end"] >= steps["t_start"]).all()
+        owners = [1, 2] if ranks == 3 else [0]
+        assert sorted(int(name) for name in file["ranks"]) == owners
+        together = np.max([file[f"ranks/{rank}/t_r_part"][:] for rank in owners], axis=0)
+        assert together == pytest.approx(steps["t_r_part"])
+        # What was freed is there again at the end.
+        free = file[f"ranks/{owners[0]}/free_blocks"][:]
+        assert free.max() > free.min()
+        assert len(file["requests/index"]) == 12
+    shown = fastdecode("report", "show", path)
+    assert shown.returncode == 0
+    assert "decode_tokens_per_s" in shown.stdout and "t_r_part" in shown.stdout
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_too_many_errors_end_with_4(checkpoint: Path, tmp_path: Path, ranks: int) -> None:
+    lines = [{"prompt": []}] * 5 + requests(3, max_new_tokens=4)
+    done = generate(tmp_path, checkpoint, lines, "--ranks", ranks, "--max-errors", 2)
+    assert done.returncode == 4, done.stderr
+    assert sum("error" in record for record in read_records(tmp_path / "out.jsonl")) == 3
+
+
+def test_all_good_is_0_and_an_existing_output_is_not_touched(checkpoint: Path, tmp_path: Path) -> None:
+    lines = requests(3, max_new_tokens=4)
+    assert generate(tmp_path, checkpoint, lines).returncode == 0
+    before = (tmp_path / "out.jsonl").read_bytes()
+    refused = generate(tmp_path, checkpoint, lines, "--ranks", 2)
+    assert refused.returncode == 2
+    assert "--resume" in refused.stderr and "--overwrite" in refused.stderr
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+    assert generate(tmp_path, checkpoint, lines, "--overwrite").returncode == 0
+    assert read_records(tmp_path / "out.jsonl") == [json.loads(line) for line in sorted(
+        before.decode().splitlines(), key=lambda line: json.loads(line)["index"])]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--kv-dtype", "fp12"], "fp12"),
+        (["--ranks", "0"], "ranks"),
+        (["--block-size", "12"], "multiple of 8"),
+        (["--input", "/nowhere.jsonl"], "/nowhere.jsonl"),
+        (["--output", "/nowhere/out.jsonl"], "/nowhere"),
+        (["--model", "/nowhere"], "/nowhere"),
+        (["--kv-memory-bytes", "1K"], "block"),
+        (["--kv-memory-bytes", "plenty"], "plenty"),
+        (["--temperature", "nan"], "temperature"),
+        (["--max-context-len", "1000000"], "max_context_len"),
+        (["--device", "cuda"], "GPU"),
+        (["--no-such-flag"], "no-such-flag"),
+    ],
+)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_usage_errors_are_2_and_say_what_is_wrong_once(
+    checkpoint: Path, tmp_path: Path, options: list[str], said: str, ranks: int
+) -> None:
+    ranked = () if "--ranks" in options else ("--ranks", ranks)
+    done = generate(tmp_path, checkpoint, requests(1), *ranked, *options)
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert sum("fastdecode: " in line for line in done.stderr.splitlines()) == 1
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_ranks_that_contradict_the_launcher_are_2(checkpoint: Path, tmp_path: Path) -> None:
+    path = write_requests(tmp_path / "in.jsonl", requests(1))
+    command = [*mpiexec(2), sys.executable, "-m", "fastdecode_hpc", "generate", "--model", str(checkpoint)]
+    command += ["--input", str(path), "--output", str(tmp_path / "out.jsonl"), "--ranks", "3"]
+    done = run_limited(command, timeout=60)
+    assert done.returncode == 2
+    assert "--ranks is 3 but 2 were started" in done.stderr
+
+
+@pytest.mark.parametrize("name", [signal.SIGUSR1, signal.SIGTERM])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_signal_stops_with_75_and_resume_answers_the_rest(
+    checkpoint: Path, tmp_path: Path, ranks: int, name: signal.Signals
+) -> None:
+    lines = requests(400, max_new_tokens=40)
+    path = write_requests(tmp_path / "in.jsonl", lines)
+    command = [sys.executable, "-m", "fastdecode_hpc", "generate", "--model", str(checkpoint), "--input", str(path)]
+    command += ["--output", str(tmp_path / "out.jsonl"), *SMALL, "--ranks", str(ranks), "--max-batch-size", "8"]
+    process = subprocess.Popen(command, env=clean_env(), stderr=subprocess.PIPE, text=True)
+    wait_for_records(tmp_path / "out.jsonl", 5, process)
+    process.send_signal(name)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 75, err
+    some = read_records(tmp_path / "out.jsonl")
+    assert 5 <= len(some) < 400
+    assert json.loads((tmp_path / "out.status.json").read_text())["state"] == "stopped early, resumable"
+    done = generate(tmp_path, checkpoint, path, "--ranks", ranks, "--resume")
+    assert done.returncode == 0, done.stderr
+    records = read_records(tmp_path / "out.jsonl")
+    assert [record["custom_id"] for record in records] == [line["custom_id"] for line in lines]
+    assert [record for record in records if record in some] == some
+
+
+def wait_for_records(path: Path, count: int, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists() or path.read_bytes().count(b"\n") < count:
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_help_and_version_need_neither_mpi_nor_torch(tmp_path: Path) -> None:
+    for name in ("mpi4py", "torch", "h5py", "transformers", "numpy"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError('not here')\n")
+    env = clean_env()
+    env["PYTHONPATH"] = f"{tmp_path}:{env['PYTHONPATH']}"
+    for option in ("--help", "--version"):
+        assert fastdecode(option, env=env).returncode == 0
+    assert fastdecode("generate", "--help", env=env).returncode == 0

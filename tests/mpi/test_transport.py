@@ -1,0 +1,204 @@
+"""The protocol over MPI: right rows to the right owner, in order, with nothing assumed about timing."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+
+import numpy as np
+import pytest
+
+from fastdecode_hpc.schedule.pipeline import pipeline
+from fastdecode_hpc.transport.base import PlanKind, Segment, StepPlan, StepReport
+
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
+
+NUM_LAYERS, Q_SIZE, KV_SIZE = 3, 16, 8
+QKV_SIZE = Q_SIZE + 2 * KV_SIZE
+NUM_STEPS = 25
+
+
+def make_ends(world, num_slots: int, dtype=np.float32, *, share_cores: bool = True, use_thread: bool = False):
+    from fastdecode_hpc.transport.mpi import Progress
+    from fastdecode_hpc.transport.mpi_ends import MpiREnd, MpiSEnd, WireShape
+
+    shape = WireShape(NUM_LAYERS, num_slots, 12, QKV_SIZE, Q_SIZE, KV_SIZE, dtype)
+    progress = Progress(share_cores=share_cores, use_thread=use_thread, watchdog_s=60)
+    if world.is_s_rank:
+        return MpiSEnd(world, shape, progress, world.align_clocks())
+    world.align_clocks()
+    return MpiREnd(world, shape, progress)
+
+
+def value_of(step: int, slot: int, layer: int, seq_id: int) -> float:
+    return float(step % 7 + 10 * slot + 100 * layer + 300 * (seq_id % 50))
+
+
+def make_plans(size: int, num_slots: int, seed: int) -> list[list[StepPlan]]:
+    """Plans of every slot and step: random owners (some without rows), empty steps, prompt K/V."""
+    rng, units, next_seq = random.Random(seed), itertools.count(1), itertools.count(1)
+    plans: list[list[StepPlan]] = [[] for _ in range(num_slots)]
+    for step, slot in itertools.product(range(NUM_STEPS), range(num_slots)):
+        owners = sorted(rng.choices(range(1, size), k=rng.choice([0, 0, 1, 5, 12])))
+        seq_ids = [next(next_seq) for _ in owners]
+        segments = []
+        for _ in range(rng.choice([0, 0, 3])):
+            unit, layer = next(units), rng.randrange(NUM_LAYERS)
+            for owner in sorted(rng.choices(range(1, size), k=3)):
+                segments.append(Segment(unit, next(next_seq), owner, layer, rng.randrange(9), rng.randrange(1, 6)))
+        array = lambda values: np.array(values, np.int64)  # noqa: E731
+        kind = PlanKind.RUN if owners else PlanKind.EMPTY
+        plans[slot].append(
+            StepPlan(kind, step, array(seq_ids), array(owners), array(seq_ids) * 3, segments=segments)
+        )
+    return plans
+
+
+def kv_rows(segments: list[Segment], dtype) -> np.ndarray:
+    """Rows that name their segment and token."""
+    rows = [
+        np.full(2 * KV_SIZE, 16 * (s.seq_id % 64) + s.start + token)
+        for s in segments
+        for token in range(s.count)
+    ]
+    return np.array(rows).astype(dtype)
+
+
+def run_s_side(end, plans: list[list[StepPlan]], dtype) -> None:
+    num_slots = len(plans)
+    buffers = [(np.zeros((12, QKV_SIZE), dtype), np.zeros((12, Q_SIZE), dtype)) for _ in range(num_slots)]
+    for slot, (qkv, out) in enumerate(buffers):
+        end.bind(slot, qkv, out)
+    current: list[StepPlan | None] = [None] * num_slots
+    for stage in pipeline(NUM_LAYERS, num_slots):
+        slot = stage.slot
+        out, plan = end.wait_out(slot), current[slot]
+        if out is not None:
+            step, layer = (stage.step, stage.layer - 1) if stage.layer else (stage.step - 1, NUM_LAYERS - 1)
+            want = [2 * value_of(step, slot, layer, seq_id) + owner for seq_id, owner in
+                    zip(plan.seq_ids.tolist(), plan.owners.tolist(), strict=True)]  # fmt: skip
+            assert out.tolist() == [[value] * Q_SIZE for value in want]
+        if stage.layer == 0:
+            reports = end.wait_reports(slot)
+            if plan is not None:
+                check_reports(end, slot, plan, reports)
+            plan = current[slot] = plans[slot][stage.step] if stage.step < NUM_STEPS else StepPlan(PlanKind.STOP, 0)
+            end.send_plan(slot, plan)
+            for _, group in itertools.groupby(plan.segments, key=lambda s: (s.unit, s.owner)):
+                segments = list(group)
+                end.send_kv(segments, kv_rows(segments, dtype))
+        if all(p is not None and p.kind is PlanKind.STOP for p in current):
+            break
+        if plan.kind is PlanKind.RUN:
+            rows = [value_of(stage.step, slot, stage.layer, seq_id) for seq_id in plan.seq_ids.tolist()]
+            buffers[slot][0][: len(rows)] = np.array(rows, dtype)[:, None]
+            polls = itertools.count()
+            end.scatter_qkv(slot, lambda polls=polls: next(polls) >= 2)  # not filled when first asked
+    end.close()
+
+
+def check_reports(end, slot: int, plan: StepPlan, reports: dict[int, StepReport]) -> None:
+    assert sorted(reports) == list(range(1, end.size))
+    for rank, report in reports.items():
+        assert report.free_blocks == 1000 * rank + plan.step
+        assert report.t_r_part == plan.num_rows
+    assert 0 <= end.transport_time(slot) < 60
+    assert (end.transport_time(slot) > 0) == (plan.num_rows > 0)
+
+
+def run_r_side(end, plans: list[list[StepPlan]], dtype) -> None:
+    arrived: list[tuple[list[Segment], np.ndarray]] = []
+    end.bind(lambda segments, rows: arrived.append((segments, rows.copy())))
+    expected, stopped, current = [], set(), {}
+    for stage in pipeline(NUM_LAYERS, len(plans)):
+        slot = stage.slot
+        if slot in stopped:
+            continue
+        if stage.layer == 0:
+            plan = current[slot] = end.wait_plan(slot)
+            if plan.kind is PlanKind.STOP:
+                stopped.add(slot)
+                if len(stopped) == len(plans):
+                    break
+                continue
+            want = plans[slot][stage.step]
+            assert plan.segments == want.segments
+            assert plan.positions.tolist() == want.positions.tolist()
+            end.expect(plan.segments)
+            expected += [s for s in plan.segments if s.owner == end.rank]
+        plan = current[slot]
+        mine = plan.seq_ids[plan.owners == end.rank].tolist()
+        if plan.kind is PlanKind.RUN:
+            rows = end.wait_qkv(slot)
+            want_rows = [[value_of(stage.step, slot, stage.layer, seq_id)] * QKV_SIZE for seq_id in mine]
+            assert rows.tolist() == want_rows
+            if random.random() < 0.2:
+                time.sleep(0.001 * end.rank)
+            end.out_rows(slot)[:] = 2 * rows[:, :Q_SIZE] + end.rank
+            end.send_out(slot)
+            end.poke()
+        if stage.layer == NUM_LAYERS - 1:
+            arrivals, posts = end.layer_times(slot)
+            end.send_report(slot, StepReport(plan.num_rows, 0.0, 1000 * end.rank + plan.step, False, arrivals, posts))
+    end.wait_prefill(np.array([s.seq_id for s in expected], np.int64))
+    end.close()
+    assert [s for segments, _ in arrived for s in segments] == expected
+    for segments, rows in arrived:
+        assert rows.tolist() == kv_rows(segments, dtype).tolist()
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.uint16])
+def test_every_row_comes_back_from_its_owner(world, num_slots: int, dtype) -> None:
+    if dtype is not np.float32 and num_slots != 2:
+        pytest.skip("types are tried with two slots")
+    plans = make_plans(world.size, num_slots, seed=num_slots)
+    if dtype is not np.float32:  # small types can't hold the large values exactly
+        for plan in itertools.chain(*plans):
+            plan.seq_ids %= 2
+    end = make_ends(world, num_slots, dtype)
+    (run_s_side if world.is_s_rank else run_r_side)(end, plans, dtype)
+
+
+@pytest.mark.parametrize("share_cores", [True, False])
+@pytest.mark.parametrize("use_thread", [True, False])
+def test_progress_thread_and_waiting_change_nothing(world, share_cores: bool, use_thread: bool) -> None:
+    plans = make_plans(world.size, 2, seed=9)
+    end = make_ends(world, 2, share_cores=share_cores, use_thread=use_thread)
+    (run_s_side if world.is_s_rank else run_r_side)(end, plans, np.float32)
+
+
+def test_objects_reach_everybody(world) -> None:
+    assert world.bcast({"a": [1, 2]} if world.is_s_rank else None) == {"a": [1, 2]}
+    gathered = world.gather(f"rank {world.rank}" * world.rank)
+    if world.is_s_rank:
+        assert gathered == [f"rank {rank}" * rank for rank in range(world.size)]
+    else:
+        assert gathered is None
+
+
+def test_clocks_of_one_host_agree(world) -> None:
+    clocks = world.align_clocks()
+    if world.is_s_rank:
+        assert len(clocks) == world.size
+        for offset, error in clocks:
+            # One host has one monotonic clock: the measured offset may be no larger than the stated error.
+            assert abs(offset) <= error + 1e-9
+
+
+def test_the_watchdog_names_what_it_waited_for(world) -> None:
+    from fastdecode_hpc.transport.mpi import Progress, WatchdogError
+
+    progress = Progress(share_cores=False, use_thread=False, watchdog_s=0.05)
+    progress.armed = True
+    with pytest.raises(WatchdogError, match="a rank that never comes"):
+        progress.wait_until(lambda: False, "a rank that never comes")
+
+
+def test_a_wait_before_the_first_plan_is_not_bounded(world) -> None:
+    from fastdecode_hpc.transport.mpi import Progress
+
+    progress = Progress(share_cores=False, use_thread=False, watchdog_s=0.01)
+    until = time.perf_counter() + 0.2
+    progress.wait_until(lambda: time.perf_counter() > until, "weights")
