@@ -68,15 +68,23 @@ struct Count {
   static constexpr int value = count;
 };
 
-// Calls f(Count<n>, first) for runs of n <= Vec::head_tile heads.
+// Query heads that share one load of K or V, at most.
+constexpr int kHeadTile = 4;
+
+// Whether `heads` x 4 sums leave registers for what is added to them.
+constexpr bool four_fit(int heads) { return heads * 4 + 4 <= Vec::registers; }
+
+// Calls f(Count<n>, first) for runs of n <= kHeadTile heads, of about equal size.
 template <class F>
 void for_head_tiles(int num_heads, F f) {
-  int head = 0;
-  for (; head + Vec::head_tile <= num_heads; head += Vec::head_tile) f(Count<Vec::head_tile>{}, head);
-  const int left = num_heads - head;
-  if (left == 3) f(Count<3>{}, head);
-  if (left == 2) f(Count<2>{}, head);
-  if (left == 1) f(Count<1>{}, head);
+  for (int head = 0; head < num_heads;) {
+    const int left = num_heads - head, tiles = (left + kHeadTile - 1) / kHeadTile, size = (left + tiles - 1) / tiles;
+    if (size == 4) f(Count<4>{}, head);
+    if (size == 3) f(Count<3>{}, head);
+    if (size == 2) f(Count<2>{}, head);
+    if (size == 1) f(Count<1>{}, head);
+    head += size;
+  }
 }
 
 void prefetch(const void* row, std::int64_t bytes) {
@@ -106,32 +114,38 @@ const T* value_of(const T* key, std::int64_t value_bytes) {
   return reinterpret_cast<const T*>(reinterpret_cast<const char*>(key) + value_bytes);
 }
 
-// scores[h, t] = queries[h] . keys[t] for `heads` heads and 4 tokens.
-template <int heads, class T>
+// scores[h, t] = queries[h] . keys[t] for `heads` heads and `tokens` tokens (2 or 4).
+template <int heads, int tokens, class T>
 void score_tokens(const float* queries, const T* const* keys, int head_dim, float* scores) {
-  Vec sums[heads][4];
-#pragma GCC unroll 8
+  Vec sums[heads][tokens];
+#pragma GCC unroll 4
   for (int h = 0; h < heads; ++h) {
 #pragma GCC unroll 4
-    for (int t = 0; t < 4; ++t) sums[h][t] = broadcast(0.0f);
+    for (int t = 0; t < tokens; ++t) sums[h][t] = broadcast(0.0f);
   }
   const auto step = [&](int d, int count) __attribute__((always_inline)) {
     Vec query[heads];
-#pragma GCC unroll 8
+#pragma GCC unroll 4
     for (int h = 0; h < heads; ++h) query[h] = load_upto(queries + h * head_dim + d, count);
 #pragma GCC unroll 4
-    for (int t = 0; t < 4; ++t) {
+    for (int t = 0; t < tokens; ++t) {
       const Vec key = load_upto(keys[t] + d, count);
-#pragma GCC unroll 8
+#pragma GCC unroll 4
       for (int h = 0; h < heads; ++h) sums[h][t] = fma(query[h], key, sums[h][t]);
     }
   };
   int d = 0;
   for (; d + Vec::width <= head_dim; d += Vec::width) step(d, Vec::width);
   if (Vec::width > 8 && d < head_dim) step(d, head_dim - d);
-#pragma GCC unroll 8
-  for (int h = 0; h < heads; ++h) {
-    reduce_add4(sums[h][0], sums[h][1], sums[h][2], sums[h][3], scores + h * kTileTokens);
+  // Four horizontal sums at a time: of 4 tokens, or of 2 tokens and 2 heads.
+  constexpr int heads_at_once = 4 / tokens;
+#pragma GCC unroll 4
+  for (int h = 0; h < heads; h += heads_at_once) {
+    float four[4];
+    const int other = h + heads_at_once - 1;
+    reduce_add4(sums[h][0], sums[h][1], sums[other][tokens - 2], sums[other][tokens - 1], four);
+    memcpy(scores + h * kTileTokens, four, tokens * sizeof(float));
+    if (tokens == 2) memcpy(scores + other * kTileTokens, four + 2, tokens * sizeof(float));
   }
 }
 
@@ -196,7 +210,7 @@ void add_strip(const float* weights, const float* factors, int num_tokens, int d
 template <int heads, class T>
 void add_values(const float* weights, const float* factors, const T* const* keys, const T* const* next_keys,
                 int num_tokens, int num_next, const fastdecode::LayerView& layer, float* acc) {
-  constexpr int wide = heads == 1 ? 8 : 4;
+  constexpr int wide = heads == 1 ? 8 : four_fit(heads) ? 4 : 2;
   const int head_dim = layer.head_dim;
   const auto value_at = [&](int t) { return value_of(keys[t], layer.value_bytes); };
   const auto fetching = [&](int t) {
@@ -226,10 +240,11 @@ void score_tile(const AttendArgs& args, const Workspace& workspace, const T* con
   for_head_tiles(args.group_size, [&](auto heads, int head) {
     const float* queries = workspace.queries + head * layer.head_dim;
     float* scores = workspace.weights + head * kTileTokens;
-    for (int t = 0; t < count; t += 4) {
-      score_tokens<decltype(heads)::value>(queries, keys + t, layer.head_dim, scores + t);
+    constexpr int num_heads = decltype(heads)::value, tokens = four_fit(num_heads) ? 4 : 2;
+    for (int t = 0; t < count; t += tokens) {
+      score_tokens<num_heads, tokens>(queries, keys + t, layer.head_dim, scores + t);
       if (head > 0) continue;
-      for (int i = t; i < t + 4; ++i) {
+      for (int i = t; i < t + tokens; ++i) {
         prefetch(value_of(keys[i], layer.value_bytes), std::int64_t{layer.head_dim} * sizeof(T));
       }
     }

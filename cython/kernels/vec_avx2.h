@@ -9,7 +9,7 @@ namespace {
 
 struct Vec {
   static constexpr int width = 8;
-  static constexpr int head_tile = 3;  // 3 heads x 4 tokens = 12 of 16 registers
+  static constexpr int registers = 16;
   __m256 v;
 };
 

@@ -9,7 +9,7 @@ namespace {
 
 struct Vec {
   static constexpr int width = 4;
-  static constexpr int head_tile = 4;  // 4 heads x 4 tokens = 16 of 32 registers
+  static constexpr int registers = 32;
   float32x4_t v;
 };
 

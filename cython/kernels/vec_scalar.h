@@ -19,7 +19,7 @@ namespace {
 
 struct Vec {
   static constexpr int width = 4;
-  static constexpr int head_tile = 3;  // query heads that share one load of K or V
+  static constexpr int registers = 16;
   float lane[width];
 };
 

@@ -141,10 +141,11 @@ def check_world(launches: Sequence[Launch], world_size: int, library: str) -> No
 def _mismatch(launch: Launch, world_size: int, library: str) -> str:
     starter = "srun" if launch.kind == "srun" else "mpiexec"
     alone = ": each process runs alone" if world_size == 1 else ""
-    text = f"{starter} started {launch.size} processes, but {library} sees a world of {world_size}{alone}. "
+    name = " ".join(library.split())  # MPICH pads its version
+    text = f"{starter} started {launch.size} processes, but {name} sees a world of {world_size}{alone}. "
     if launch.kind == "srun":
         plugin = "pmix" if "open mpi" in library.lower() else "pmi2"
-        return text + f"Use srun --mpi={plugin} (srun --mpi=list shows what there is), or mpiexec of the same MPI"
+        return text + f"Use srun --mpi={plugin} (srun --mpi=list shows what there is), or that library's own mpiexec"
     return text + (
         "That mpiexec belongs to another MPI library. Use its own: without a launcher, "
         "--ranks N finds it; or let MPI4PY_LIBMPI name the libmpi of the mpiexec in use"

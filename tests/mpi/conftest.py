@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
 
 import pytest
@@ -32,10 +33,5 @@ def world():
     hook = sys.excepthook
     made = init_mpi()
     sys.excepthook = hook  # pytest catches exceptions itself
+    atexit.register(sys.modules["mpi4py.MPI"].Finalize)  # after pytest-mpi's last look at the world
     return made
-
-
-def pytest_sessionfinish():
-    if _world() is not None:
-        _world().Barrier()
-        sys.modules["mpi4py.MPI"].Finalize()

@@ -121,7 +121,7 @@ def test_outside_a_launcher_any_world_is_accepted():
 def test_singletons_under_srun_are_refused_with_the_fitting_plugin(library, plugin):
     with pytest.raises(ConfigError) as error:
         check_world([detect(step(1, 3, **pmi2(1, 3)))], 1, library)
-    assert f"srun started 3 processes, but {library} sees a world of 1: each process runs alone" in str(error.value)
+    assert f"srun started 3 processes, but {' '.join(library.split())} sees a world of 1: each process runs alone" in str(error.value)
     assert f"srun --mpi={plugin}" in str(error.value)
 
 
