@@ -82,9 +82,7 @@ class ModelConfig:
                 "the first must be a multiple of the second"
             )
         if self.head_dim % 8 or self.head_dim > 256:
-            raise ConfigError(
-                f"model head_dim is {self.head_dim}; the attention kernels take multiples of 8 up to 256"
-            )
+            raise ConfigError(f"model head_dim is {self.head_dim}; the attention kernels take multiples of 8 up to 256")
 
     @property
     def q_size(self) -> int:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from fastdecode_hpc import startup
@@ -115,7 +116,7 @@ def connect(run: RunConfig) -> World | None:
 
 
 class Engine:
-    """This rank's part of a job.
+    """The part of a job that runs on this rank.
 
     Parameters
     ----------
@@ -146,6 +147,7 @@ class Engine:
     ) -> None:
         self.run_config = run if run is not None else RunConfig()
         self.world = world if world is not None else connect(self.run_config)
+        self._owns_world = world is None and self.world is not None
         self.rank = self.world.rank if self.world is not None else 0
         self.stop_requested = stop_requested
         self.model_path: Path | None = None
@@ -154,9 +156,7 @@ class Engine:
         self.t_load_s = 0.0
         self._preflight = preflight
         self._s_part: SPart | None = None
-        self.setup = startup.agree(
-            self.run_config, self.world, detect(), isas=_available_isas, decide=self._decide
-        )
+        self.setup = startup.agree(self.run_config, self.world, detect(), isas=_available_isas, decide=self._decide)
         if self.is_s_rank:
             for rank in self.setup.ranks:
                 logger.info("%s", rank.line)
@@ -231,6 +231,21 @@ class Engine:
             wire_dtype=self.run_config.wire_dtype,
             num_threads=self.me.threads,
         )
+
+    def close(self) -> None:
+        """Leave MPI, if this engine joined it; collective. Nothing can be run afterwards."""
+        if self._owns_world and self.world is not None:
+            self.world.finalize()
+        self._owns_world = False
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:  # with an error the abort hook ends all ranks; a collective call could hang
+            self.close()
 
     # ---- running -----------------------------------------------------------------------------------
 

@@ -75,13 +75,9 @@ def format_cores(cores: tuple[int, ...]) -> str:
 
 def format_bytes(num_bytes: float) -> str:
     """A size for people: ``1.5 GiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            break
-        num_bytes /= 1024
-    else:
-        unit = "TiB"
-    return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = min(len(units) - 1, max(0, int(num_bytes).bit_length() - 1) // 10)
+    return f"{num_bytes / 1024**power:.{1 if power else 0}f} {units[power]}"
 
 
 def parse_bytes(text: str) -> int:

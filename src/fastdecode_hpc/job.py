@@ -111,7 +111,7 @@ class ProgressLine:
         done = self._done - self._first
         if self._total is None or not done:
             return "?"
-        return tqdm.format_interval((now - self._started) / done * (self._total - self._done))
+        return str(tqdm.format_interval((now - self._started) / done * (self._total - self._done)))
 
 
 class Job:
@@ -251,7 +251,7 @@ class Job:
 
 
 def run_job(run: RunConfig, files: JobFiles, engine: Engine) -> int:
-    """This rank's part of a job; the exit code is rank 0's (0 on the others)."""
+    """Do what this rank does in a job; the exit code is rank 0's (0 on the others)."""
     if engine.is_s_rank:
         return Job(engine, files).run()
     engine.run(iter(()), Hooks(lambda completion: None))

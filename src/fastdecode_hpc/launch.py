@@ -20,13 +20,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple
 
 from fastdecode_hpc.config import ConfigError
 from fastdecode_hpc.mpiexec import OPTIONS, environment, find_library, find_mpiexec
+from fastdecode_hpc.signals import STOP_SIGNALS, Process
 
 LAUNCHED = "FASTDECODE_LAUNCHED"  # in a rank that `launch` started: the folder it shares with the launcher
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 POLL_S = 0.2  # how often launcher and ranks look at each other
 FIRST_RESERVED_STEP = 0xFFFFFFF0  # step ids from here on are Slurm's own: interactive, batch, extern
 
@@ -177,13 +176,13 @@ def launch(ranks: int, argv: Sequence[str], *, module: str = "fastdecode_hpc") -
     """
     if is_launched():
         raise RuntimeError(f"launch() in a process that launch() started ({LAUNCHED} is set)")
-    library = find_library()
-    mpiexec = find_mpiexec(library)
     with tempfile.TemporaryDirectory(prefix="fastdecode-", ignore_cleanup_errors=True) as folder:
         job = _Job(Path(folder))
-        _Process.current().save(job.launcher)
-        command = [str(mpiexec), *OPTIONS[library.family], "-n", str(ranks), sys.executable, "-m", module, *argv]
-        return job.run(command, environment(library.family, mpiexec) | {LAUNCHED: str(job.folder)})
+        with _handling(STOP_SIGNALS, job.on_signal):
+            library = find_library()
+            mpiexec = find_mpiexec(library)
+            command = [str(mpiexec), *OPTIONS[library.family], "-n", str(ranks), sys.executable, "-m", module, *argv]
+            return job.run(command, environment(library.family, mpiexec))
 
 
 def is_launched(env: Mapping[str, str] = os.environ) -> bool:
@@ -196,29 +195,29 @@ class _Job:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.launcher = folder / "launcher"  # _Process
-        self.rank_0 = folder / "rank_0"  # _Process, by `announce`
+        self.launcher = folder / "launcher"  # Process
+        self.rank_0 = folder / "rank_0"  # Process, by `announce`
         self.orderly = folder / "orderly"  # empty: rank 0 ended by itself
         self._waiting: list[int] = []  # signals for rank 0
         self._num_ends = 0
 
     def run(self, command: list[str], env: dict[str, str]) -> int:
-        with _handling(FORWARDED, self._on_signal):
-            process = _start(command, env)
-            while True:
-                try:
-                    return self._exit_code(process.wait(POLL_S))
-                except subprocess.TimeoutExpired:
-                    self._forward(process)
+        Process.current().save(self.launcher)
+        process = _start(command, env | {LAUNCHED: str(self.folder)})
+        while True:
+            try:
+                return self._exit_code(process.wait(POLL_S))
+            except subprocess.TimeoutExpired:
+                self._forward(process)
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
         self._waiting.append(number)
         self._num_ends += number in (signal.SIGTERM, signal.SIGINT)
 
     def _forward(self, process: subprocess.Popen[bytes]) -> None:
         if self._num_ends > 2:
             process.kill()
-        rank_0 = _Process.load(self.rank_0)
+        rank_0 = Process.load(self.rank_0)
         while rank_0 is not None and self._waiting and rank_0.catches(self._waiting[0]):
             rank_0.send(self._waiting.pop(0))
 
@@ -255,21 +254,22 @@ def _handling(numbers: Sequence[signal.Signals], handler: Callable[[int, FrameTy
 def announce() -> None:
     """Make this rank part of the job that `launch` started; does nothing in any other process.
 
-    Rank 0 tells the launcher its process id, for the signals. Every rank starts a thread that ends it when the
-    launcher, or the mpiexec (or proxy) that is its parent, is gone.
+    Rank 0 tells the launcher its process id, for the signals, and when it ends by `sys.exit` (not by `os._exit`)
+    that its code is its own. Every rank starts a thread that ends it when the launcher, or the mpiexec or proxy
+    that is its parent, is gone.
     """
     if not is_launched():
         return
     job, parent = _Job(Path(os.environ[LAUNCHED])), os.getppid()
-    launcher = _Process.load(job.launcher)
+    launcher = Process.load(job.launcher)
     watch = threading.Thread(target=_watch, args=(job, launcher, parent), name="launcher-watch", daemon=True)
     watch.start()
     if detect().rank == 0:
-        _Process.current().save(job.rank_0)
+        Process.current().save(job.rank_0)
         atexit.register(_leave_note, job.orderly)
 
 
-def _watch(job: _Job, launcher: _Process | None, parent: int) -> None:
+def _watch(job: _Job, launcher: Process | None, parent: int) -> None:
     while launcher is not None and launcher.is_running() and os.getppid() == parent:
         time.sleep(POLL_S)
     shutil.rmtree(job.folder, ignore_errors=True)
@@ -279,51 +279,3 @@ def _watch(job: _Job, launcher: _Process | None, parent: int) -> None:
 def _leave_note(path: Path) -> None:
     if path.parent.exists():
         path.touch()
-
-
-class _Process(NamedTuple):
-    """A process by id and start time, so that a reused id is never taken for it."""
-
-    pid: int
-    start_ticks: int | None
-
-    @classmethod
-    def current(cls) -> _Process:
-        return cls(os.getpid(), _start_ticks(os.getpid()))
-
-    @classmethod
-    def load(cls, path: Path) -> _Process | None:
-        try:
-            return cls(*map(int, path.read_text().split()))
-        except FileNotFoundError:
-            return None
-
-    def save(self, path: Path) -> None:
-        unfinished = path.with_suffix(".tmp")
-        unfinished.write_text(f"{self.pid} {self.start_ticks}")
-        unfinished.rename(path)
-
-    def is_running(self) -> bool:
-        return self.start_ticks is not None and _start_ticks(self.pid) == self.start_ticks
-
-    def catches(self, number: int) -> bool:
-        """Whether it handles a signal; one that ended would drop it, so that is True as well."""
-        try:
-            status = Path(f"/proc/{self.pid}/status").read_text()
-        except OSError:
-            return True
-        caught = int(status.partition("SigCgt:")[2].split()[0], 16)
-        return bool(caught >> (number - 1) & 1) or not self.is_running()
-
-    def send(self, number: int) -> None:
-        if self.is_running():
-            os.kill(self.pid, number)
-
-
-def _start_ticks(pid: int) -> int | None:
-    """When the kernel started a process; None where there is none, or only a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])

@@ -18,6 +18,8 @@ print(MPI.Get_library_version().splitlines()[0].strip(chr(0)))
 print(*sorted({line.split(maxsplit=5)[-1].strip() for line in open("/proc/self/maps") if "/libmpi" in line}), sep="\\n")
 """
 
+ANSWER_S = 300.0  # a first import from a cold parallel file system takes long
+
 # options that keep all ranks on this node, whatever batch system surrounds it
 OPTIONS = {
     "MPICH": ("-launcher", "fork", "-hosts", "localhost"),
@@ -50,7 +52,7 @@ class Library(NamedTuple):
 
 def find_library() -> Library:
     """Ask mpi4py, in a process of its own, which MPI library it loads."""
-    probe = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, env=_own_environment())
+    probe = _ask([sys.executable, "-c", PROBE], _own_environment())
     lines = probe.stdout.splitlines()
     if probe.returncode or len(lines) < 2:
         reason = (probe.stderr.strip().splitlines() or ["no libmpi is loaded"])[-1]
@@ -78,14 +80,18 @@ def find_mpiexec(library: Library) -> Path:
 
 def _family_of_mpiexec(path: Path) -> str | None:
     try:
-        answer = subprocess.run(
-            [str(path), "--version"], capture_output=True, text=True, timeout=20,
-            stdin=subprocess.DEVNULL, env=_own_environment(path.parent),
-        )  # fmt: skip
+        answer = _ask([str(path), "--version"], _own_environment(path.parent))
     except (OSError, subprocess.TimeoutExpired):
         return None
     text = answer.stdout + answer.stderr
     return _family(text) if any(word in text for word in ("HYDRA", "Intel(R) MPI", "Open MPI", "OpenRTE")) else None
+
+
+def _ask(command: list[str], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=ANSWER_S, stdin=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C is for the launcher
+    )  # fmt: skip
 
 
 def _family(text: str) -> str:

@@ -11,9 +11,10 @@ MAX_LOGPROBS = 20
 
 def _check_range(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
     """Raise `ValueError` unless `value` is a finite number in ``[low, high]`` (``(low, high]``)."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or value > high or value < low or (open_low and value == low):
-        bounds = f"{'above' if open_low else 'at least'} {low:g}" + (f" and at most {high:g}" if high < math.inf else "")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and value == value
+    if not is_number or value > high or value < low or value == math.inf or (open_low and value == low):
+        bounds = f"{'above' if open_low else 'at least'} {low:g}"
+        bounds += f" and at most {high:g}" if high < math.inf else ""
         raise ValueError(f"{name} is {value!r}; it must be a number {bounds}")
 
 
@@ -149,6 +150,24 @@ class Sequence:
     @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None or self.error is not None
+
+
+def rebuilt(seq: Sequence, seq_id: int) -> Sequence:
+    """The sequence that restores a lost KV cache of `seq` and goes on with it.
+
+    Its prompt is prefilled in the usual chunks and the tokens generated so far are replayed as forced decode
+    steps, so that every cached value is computed as it was the first time.
+    """
+    return Sequence(
+        seq_id=seq_id,
+        index=seq.index,
+        prompt_ids=seq.prompt_ids,
+        params=seq.params,
+        max_new_tokens=seq.max_new_tokens,
+        choice=seq.choice,
+        seed=seq.seed,
+        forced_ids=tuple(seq.output_ids),
+    )
 
 
 @dataclass(slots=True)

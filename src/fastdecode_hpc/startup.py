@@ -23,7 +23,7 @@ KV_SHARE = 0.85  # of the memory that is left, for KV; the rest is for buffers, 
 S_PART_RESERVE = 1 << 30  # bytes for rank 0's activations, logits and libraries
 
 
-class Dismissed(Exception):  # noqa: N818 (no error: rank 0 reports what went wrong)
+class Dismissed(Exception):
     """Rank 0 has ended the run in order; this rank has nothing more to do."""
 
 
@@ -132,12 +132,11 @@ def _library() -> str:
     return library_version()
 
 
-def _say_hello(
-    run: RunConfig, world: World | None, launched: Launch, isas: Callable[[], tuple[str, ...]]
-) -> Hello:
+def _say_hello(run: RunConfig, world: World | None, launched: Launch, isas: Callable[[], tuple[str, ...]]) -> Hello:
     rank = world.rank if world is not None else 0
     has_kernels = world is None or not world.is_s_rank
-    info, threads, found, error = host.look(), None, (), None
+    info, threads, error = host.look(), None, None
+    found: tuple[str, ...] = ()
     try:
         threads = host.asked_threads(run.threads)
         found = isas() if has_kernels else ()
@@ -182,9 +181,7 @@ def decide_setup(run: RunConfig, model: ModelConfig, hellos: list[Hello], *, wei
             f"max_context_len is {run.max_context_len}; this model was made for at most {model.max_context_len}"
         )
     common = best_common_isa(run, hellos)
-    ranks = tuple(
-        _decide_rank(run, hello, hellos, layout, max_context_len, common, weights_bytes) for hello in hellos
-    )
+    ranks = tuple(_decide_rank(run, hello, hellos, layout, max_context_len, common, weights_bytes) for hello in hellos)
     return Setup(model, layout, max_context_len, ranks)
 
 
@@ -246,6 +243,7 @@ def threads_of(hello: Hello, hellos: list[Hello]) -> int:
 
 
 def best_isa(isas: tuple[str, ...]) -> str:
+    """The fastest of these instruction sets."""
     return next(isa for isa in ISAS_BEST_FIRST if isa in isas)
 
 

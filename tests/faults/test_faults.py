@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from launching import clean_env, mpiexec, read_records, run_limited, write_requests
 from tiny_models import make_checkpoint, random_prompt
 
@@ -63,6 +64,8 @@ def test_what_was_finished_before_a_fault_is_on_disk(checkpoint: Path, tmp_path:
     path = write_requests(tmp_path / "in.jsonl", lines)
     command = [*mpiexec(2), sys.executable, str(PROGRAM), "generate", "--model", str(checkpoint), "--input", str(path)]
     command += ["--output", str(tmp_path / "out.jsonl"), "--kv-memory-bytes", "4M", "--max-batch-size", "4"]
-    done = run_limited(command, timeout=60, env=clean_env(FAULT="raise", FAULT_RANK="1", FAULT_TIME=str(tmp_path / "t")))
+    done = run_limited(
+        command, timeout=60, env=clean_env(FAULT="raise", FAULT_RANK="1", FAULT_TIME=str(tmp_path / "t"))
+    )
     assert done.returncode not in (0, 75)
     assert [record["index"] for record in read_records(tmp_path / "out.jsonl")] == list(range(6))

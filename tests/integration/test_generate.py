@@ -12,6 +12,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+
 from launching import clean_env, fastdecode, mpiexec, read_records, run_limited, write_requests
 from tiny_models import load_reference, make_checkpoint, random_prompt, reference_greedy
 

@@ -8,13 +8,12 @@ import random
 from pathlib import Path
 
 import pytest
+
 from launching import run_ranks
 from tiny_models import load_reference, make_checkpoint, random_prompt, reference_logits
 
 PROGRAM = Path(__file__).with_name("identity_program.py")
-CONFIGS = [
-    {"max_batch_size": batch, "num_slots": slots} for batch, slots in itertools.product((1, 7, 32), (1, 2))
-]
+CONFIGS = [{"max_batch_size": batch, "num_slots": slots} for batch, slots in itertools.product((1, 7, 32), (1, 2))]
 
 
 def mixed_requests(seed: int = 1) -> list[dict]:

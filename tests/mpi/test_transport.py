@@ -49,18 +49,14 @@ def make_plans(size: int, num_slots: int, seed: int) -> list[list[StepPlan]]:
                 segments.append(Segment(unit, next(next_seq), owner, layer, rng.randrange(9), rng.randrange(1, 6)))
         array = lambda values: np.array(values, np.int64)  # noqa: E731
         kind = PlanKind.RUN if owners else PlanKind.EMPTY
-        plans[slot].append(
-            StepPlan(kind, step, array(seq_ids), array(owners), array(seq_ids) * 3, segments=segments)
-        )
+        plans[slot].append(StepPlan(kind, step, array(seq_ids), array(owners), array(seq_ids) * 3, segments=segments))
     return plans
 
 
 def kv_rows(segments: list[Segment], dtype) -> np.ndarray:
     """Rows that name their segment and token."""
     rows = [
-        np.full(2 * KV_SIZE, 16 * (s.seq_id % 64) + s.start + token)
-        for s in segments
-        for token in range(s.count)
+        np.full(2 * KV_SIZE, 16 * (s.seq_id % 64) + s.start + token) for s in segments for token in range(s.num_tokens)
     ]
     return np.array(rows).astype(dtype)
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
 from fastdecode_hpc.config import ConfigError
 from fastdecode_hpc.launch import Launch, check_world, detect
-from fastdecode_hpc.mpiexec import Library
+from fastdecode_hpc.mpiexec import Library, environment, find_library, find_mpiexec
 from fastdecode_hpc.signals import StopRequest
 
 MPICH, OPEN_MPI = "MPICH Version:      5.0.2", "Open MPI v5.0.11"
@@ -121,7 +122,8 @@ def test_outside_a_launcher_any_world_is_accepted():
 def test_singletons_under_srun_are_refused_with_the_fitting_plugin(library, plugin):
     with pytest.raises(ConfigError) as error:
         check_world([detect(step(1, 3, **pmi2(1, 3)))], 1, library)
-    assert f"srun started 3 processes, but {' '.join(library.split())} sees a world of 1: each process runs alone" in str(error.value)
+    assert "srun started 3 processes" in str(error.value)
+    assert f"{' '.join(library.split())} sees a world of 1: each process runs alone" in str(error.value)
     assert f"srun --mpi={plugin}" in str(error.value)
 
 
@@ -151,6 +153,57 @@ def test_one_rank_with_another_opinion_is_enough():
 )
 def test_family_of_a_library(version, family, tmp_path):
     assert Library(version, tmp_path / "libmpi.so").family == family
+
+
+HYDRA_ANSWER, OPEN_MPI_ANSWER = "HYDRA build details:", "mpiexec (Open MPI) 5.0.11"
+
+
+def make_mpiexec(folder, answer, name="mpiexec"):
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / name
+    path.write_text(f"#!/bin/sh\necho '{answer}'\n")
+    path.chmod(0o755)
+    return path
+
+
+def library_in(folder, version=MPICH):
+    return Library(version, folder / "lib" / "openmpi" / "libmpi.so")
+
+
+@pytest.mark.parametrize(("version", "answer"), [(MPICH, HYDRA_ANSWER), (OPEN_MPI, OPEN_MPI_ANSWER)])
+def test_mpiexec_beside_the_library_comes_before_path(tmp_path, monkeypatch, version, answer):
+    beside = make_mpiexec(tmp_path / "mpi" / "bin", answer)
+    monkeypatch.setenv("PATH", str(make_mpiexec(tmp_path / "other", answer).parent), prepend=os.pathsep)
+    assert find_mpiexec(library_in(tmp_path / "mpi", version)) == beside
+
+
+def test_mpiexec_of_another_family_is_passed_over(tmp_path, monkeypatch):
+    make_mpiexec(tmp_path / "mpi" / "bin", OPEN_MPI_ANSWER)
+    make_mpiexec(tmp_path / "mpi" / "bin", "usage: mpiexec", "mpiexec.hydra")
+    right = make_mpiexec(tmp_path / "mpi" / "bin", HYDRA_ANSWER, "mpiexec.mpich")
+    assert find_mpiexec(library_in(tmp_path / "mpi")) == right
+
+
+def test_no_mpiexec_of_the_library_is_an_error_with_the_way_out(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.get_exec_path", list)
+    monkeypatch.setattr("fastdecode_hpc.mpiexec._family_of_mpiexec", lambda path: "Open MPI")
+    with pytest.raises(ConfigError, match=r"no mpiexec of MPICH .* --ranks 1"):
+        find_mpiexec(library_in(tmp_path))
+
+
+def test_no_mpi_library_is_an_error_with_the_way_out(monkeypatch):
+    monkeypatch.setenv("MPI4PY_LIBMPI", "/nonexistent/libmpi.so")
+    with pytest.raises(ConfigError, match=r"cannot load an MPI library .*--ranks 1"):
+        find_library()
+
+
+def test_mpiexec_does_not_see_another_launchers_variables(monkeypatch):
+    for name in ("PMI_FD", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MPI_LOCALNRANKS", "PMIX_MCA_gds", "SLURM_JOB_ID"):
+        monkeypatch.setenv(name, "1")
+    env = environment("Open MPI", Path("/opt/mpi/bin/mpiexec"))
+    assert {"PMIX_MCA_gds", "SLURM_JOB_ID"} <= env.keys()
+    assert not {"PMI_FD", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MPI_LOCALNRANKS"} & env.keys()
+    assert env["PATH"].startswith("/opt/mpi/bin:")
 
 
 @pytest.fixture

@@ -133,12 +133,12 @@ class RWorker:
 
     def store_prefill(self, segments: list[Segment], rows: Rows) -> None:
         """Put arrived prompt K/V into the cache; `rows` are ``[k|v]`` of all segments, in order."""
-        borders = np.cumsum([segment.count for segment in segments])[:-1]
+        borders = np.cumsum([segment.num_tokens for segment in segments])[:-1]
         for segment, part in zip(segments, np.split(rows, borders), strict=True):
             if segment.seq_id not in self._known:
                 self._known.add(segment.seq_id)
                 self.partition.add(segment.seq_id, segment.start)
-            self.partition.reserve(segment.seq_id, segment.start + segment.count)
+            self.partition.reserve(segment.seq_id, segment.start + segment.num_tokens)
             self.partition.write_prefill(segment.layer, segment.seq_id, segment.start, part, self.wire_dtype)
 
     def _release(self, finished: Ints) -> None:

@@ -49,6 +49,4 @@ def build_s_part(
     weights = load_weights(path, model, dtype=dtype, device=device, progress=progress)
     logger.info("weights loaded in %.1f s", time.perf_counter() - started)
     invariant = device.type == "cpu" if run.batch_invariant is None else run.batch_invariant
-    return SPart(
-        model, weights, device=device, dtype=dtype, batch_invariant=invariant, max_positions=max_context_len
-    )
+    return SPart(model, weights, device=device, dtype=dtype, batch_invariant=invariant, max_positions=max_context_len)

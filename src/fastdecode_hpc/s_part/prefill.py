@@ -19,7 +19,7 @@ from fastdecode_hpc.s_part.model import SPart
 from fastdecode_hpc.s_part.wire import WireCast
 from fastdecode_hpc.schedule.placement import KVLayout
 from fastdecode_hpc.sequence import Sequence
-from fastdecode_hpc.transport.base import SEnd, Segment
+from fastdecode_hpc.transport.base import Segment, SEnd
 
 
 class Piece(NamedTuple):
@@ -214,7 +214,7 @@ class Prefill:
         rows_of = {piece.seq.seq_id: rows for piece, rows in zip(unit.pieces, kv, strict=True)}
         for _, group in itertools.groupby(self._segments(unit), key=lambda segment: segment.owner):
             segments = list(group)
-            rows = torch.cat([rows_of[segment.seq_id][-segment.count :] for segment in segments])
+            rows = torch.cat([rows_of[segment.seq_id][-segment.num_tokens :] for segment in segments])
             self.transport.send_kv(segments, self.cast.to_rows(rows))
 
 

@@ -29,7 +29,6 @@ def uniform(seed: int, index: int, choice: int, token_index: int) -> float:
     return (int(raw) >> 11) * 2.0**-53
 
 
-@torch.inference_mode()
 def sample(logits: torch.Tensor, seqs: list[Sequence]) -> list[Sampled]:
     """Choose the next token of every row.
 

@@ -55,7 +55,7 @@ class WireCast:
             return always_ready
         event = torch.cuda.Event()
         event.record()
-        return event.query
+        return lambda: bool(event.query())
 
     def read(self, rows: Rows) -> torch.Tensor:
         """The rows as a tensor on the S-Part's device."""

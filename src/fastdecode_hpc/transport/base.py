@@ -40,7 +40,7 @@ class Segment(NamedTuple):
     owner: int
     layer: int
     start: int
-    count: int
+    num_tokens: int
 
 
 def _no_ints() -> Ints:
@@ -194,7 +194,7 @@ class REnd(Protocol):
         """Let the prompt K/V that a plan lists reach the sink; what the plan frees must be free by then."""
 
     def wait_qkv(self, slot: int) -> Rows:
-        """This worker's rows of the slot's next layer."""
+        """Rows of the slot's next layer that this worker owns."""
 
     def out_rows(self, slot: int) -> Rows:
         """Where this worker's output rows go before `send_out`."""

@@ -21,9 +21,10 @@ import mpi4py
 
 mpi4py.rc.initialize = False
 mpi4py.rc.finalize = False
+import numpy as np  # noqa: E402
 from mpi4py import MPI  # noqa: E402
 
-import numpy as np  # noqa: E402
+__all__ = ["MPI", "S_RANK", "Pending", "Progress", "WatchdogError", "World", "init_mpi", "library_version", "row_type"]
 
 S_RANK = 0  # the S-worker's rank in the world
 SPIN_POLLS = 50  # polls before a wait starts to sleep

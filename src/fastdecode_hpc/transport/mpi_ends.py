@@ -65,8 +65,10 @@ class _Comms:
         self.kv_type = row_type(2 * shape.kv_size * itemsize)
 
     def free(self) -> None:
-        for handle in (*self.slots, self.prefill, self.reports, self.qkv_type, self.out_type, self.kv_type):
-            handle.Free()
+        for comm in (*self.slots, self.prefill, self.reports):
+            comm.Free()
+        for datatype in (self.qkv_type, self.out_type, self.kv_type):
+            datatype.Free()
 
 
 def displacements(counts: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
@@ -371,7 +373,7 @@ class MpiREnd:
     def _post_kv(self) -> None:
         while self._expected and len(self._posted) < MAX_KV_POSTED:
             segments = self._expected.popleft()
-            rows = np.empty((sum(segment.count for segment in segments), 2 * self.shape.kv_size), self.shape.dtype)
+            rows = np.empty((sum(segment.num_tokens for segment in segments), 2 * self.shape.kv_size), self.shape.dtype)
             receive = [rows, len(rows), self._comms.kv_type]
             pending = self.progress.post(self._starter_of_kv(receive), receive)
             self._posted.append((segments, rows, pending))

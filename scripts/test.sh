@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# From a fresh machine to every test: lint, unit, kernels, whole runs, MPI on MPICH and once on Open MPI.
+#   scripts/test.sh          the usual counts
+#   scripts/test.sh --all    the long counts as well
+set -euo pipefail
+cd "$(dirname "$0")/.."
+scripts/setup.sh test
+
+slow=(-m "not slow")
+[ "${1:-}" = --all ] && slow=()
+export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
+
+section() { printf '\n== %s\n' "$1"; }
+
+section "lint"
+.venv/bin/ruff check src tests benchmarks examples
+.venv/bin/ruff format --check --quiet src tests benchmarks examples
+.venv/bin/mypy --no-error-summary
+.venv/bin/lint-imports >/dev/null || .venv/bin/lint-imports
+.venv/bin/cython-lint cython/*.pyx
+scripts/check_isa_leak.sh
+
+section "unit, kernels, whole runs, faults (the last two start their own ranks on MPICH)"
+.venv/bin/python -m pytest tests --ignore=tests/mpi --quiet "${slow[@]}"
+
+# Every rank prints a report of its own; the first failure on any rank ends the job.
+mpi_tests() {
+  local python=$1
+  shift
+  env -u OMP_NUM_THREADS timeout 600 "$@" "$python" -m pytest tests/mpi --with-mpi --quiet -p no:cacheprovider "${slow[@]}"
+}
+for ranks in 2 3 4; do
+  section "MPI tests, $ranks ranks, MPICH"
+  mpi_tests .venv/bin/python .venv/bin/mpiexec -n "$ranks"
+done
+
+export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMPI_MCA_btl=^ofi OMPI_MCA_osc=^ucx
+export OMPI_MCA_mpi_yield_when_idle=1
+section "MPI tests, 3 ranks, Open MPI"
+mpi_tests .venv-openmpi/bin/python .venv-openmpi/bin/mpiexec --oversubscribe --bind-to none -n 3
+section "whole runs and faults, Open MPI"
+.venv-openmpi/bin/python -m pytest tests/integration/test_identity.py tests/faults --quiet -p no:cacheprovider "${slow[@]}"
+printf '\nall tests passed\n'

@@ -1,0 +1,63 @@
+"""What is imported where, beyond what import-linter can see."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import fastdecode_hpc
+
+PACKAGE = Path(fastdecode_hpc.__file__).parent
+
+
+def importers_of(name: str) -> set[str]:
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                names = {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
+            elif isinstance(node, ast.Import):
+                names = {alias.name for alias in node.names}
+            else:
+                continue
+            if any(imported == name or imported.startswith(f"{name}.") for imported in names):
+                found.add(path.relative_to(PACKAGE).as_posix())
+    return found
+
+
+def test_each_heavy_dependency_has_one_home() -> None:
+    assert importers_of("fastdecode_hpc._kernels") == {"r_part/attention.py"}
+    assert importers_of("mpi4py") == {"transport/mpi.py"}
+    assert importers_of("h5py") == {"report.py"}
+    assert importers_of("transformers") == {"tokenizer.py"}
+    assert all(path.startswith("s_part/") for path in importers_of("torch"))
+
+
+def modules_after(code: str) -> set[str]:
+    code += "; import json, sys; print(json.dumps(sorted(name.split('.')[0] for name in sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_an_r_worker_loads_no_torch() -> None:
+    loaded = modules_after(
+        "import fastdecode_hpc.engine, fastdecode_hpc.r_part.worker, fastdecode_hpc.transport.mpi_ends"
+    )
+    assert "mpi4py" in loaded
+    assert not loaded & {"torch", "transformers", "h5py", "gguf", "safetensors"}
+
+
+def test_the_command_line_loads_nothing_heavy() -> None:
+    loaded = modules_after("from fastdecode_hpc.cli import build_parser; build_parser()")
+    assert not loaded & {"torch", "mpi4py", "numpy", "h5py", "transformers", "tqdm"}
+
+
+def test_every_module_is_named_in_the_architecture_page() -> None:
+    page = (PACKAGE.parent.parent / "docs" / "architecture.md").read_text()
+    for path in PACKAGE.rglob("*.py"):
+        name = path.relative_to(PACKAGE).as_posix()
+        if path.name not in ("__init__.py", "__main__.py"):
+            assert f"`{name}`" in page, f"docs/architecture.md does not name {name}"
