@@ -100,7 +100,9 @@ void score_tokens(const float* queries, const T* const* keys, int head_dim, floa
   };
   int d = 0;
   for (; d + Vec::width <= head_dim; d += Vec::width) step(d, Vec::width);
-  if (Vec::width > 8 && d < head_dim) step(d, head_dim - d);
+  if constexpr (Vec::width > 8) {
+    if (d < head_dim) step(d, head_dim - d);
+  }
   // Four horizontal sums at a time: of 4 tokens, or of 2 tokens and 2 heads.
   constexpr int heads_at_once = 4 / tokens;
 #pragma GCC unroll 4
@@ -177,24 +179,23 @@ void add_values(const float* weights, const float* factors, const T* const* keys
                 int num_tokens, int num_next, const fastdecode::LayerView& layer, float* acc) {
   constexpr int wide = heads == 1 ? 8 : four_fit(heads) ? 4 : 2;
   const int head_dim = layer.head_dim;
-  const auto value_at = [&](int t) { return value_of(keys[t], layer.value_bytes); };
-  const auto fetching = [&](int t) {
-    if (t < num_next) prefetch(next_keys[t], std::int64_t{head_dim} * sizeof(T));
-    return value_at(t);
+  const std::int64_t value_bytes = layer.value_bytes, row_bytes = std::int64_t{head_dim} * sizeof(T);
+  const auto values_of = [&](int strip) {
+    return [=, num_fetch = strip == 0 ? num_next : 0](int t) {
+      if (t < num_fetch) prefetch(next_keys[t], row_bytes);
+      return value_of(keys[t], value_bytes);
+    };
   };
   int d = 0;
-  if (num_next > 0 && head_dim >= wide * Vec::width) {
-    add_strip<heads, wide, T>(weights, factors, num_tokens, d, head_dim, Vec::width, acc, fetching);
-    d += wide * Vec::width;
-  }
   for (; d + wide * Vec::width <= head_dim; d += wide * Vec::width) {
-    add_strip<heads, wide, T>(weights, factors, num_tokens, d, head_dim, Vec::width, acc, value_at);
+    add_strip<heads, wide, T>(weights, factors, num_tokens, d, head_dim, Vec::width, acc, values_of(d));
   }
   for (; d + Vec::width <= head_dim; d += Vec::width) {
-    add_strip<heads, 1, T>(weights, factors, num_tokens, d, head_dim, Vec::width, acc, value_at);
+    add_strip<heads, 1, T>(weights, factors, num_tokens, d, head_dim, Vec::width, acc, values_of(d));
   }
-  if (Vec::width > 8 && d < head_dim) {
-    add_strip<heads, 1, T>(weights, factors, num_tokens, d, head_dim, head_dim - d, acc, value_at);
+  if constexpr (Vec::width > 8) {
+    if (d < head_dim)
+      add_strip<heads, 1, T>(weights, factors, num_tokens, d, head_dim, head_dim - d, acc, values_of(d));
   }
 }
 

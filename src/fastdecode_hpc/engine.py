@@ -103,12 +103,12 @@ def connect(run: RunConfig) -> World | None:
         If more than one rank is asked for outside a launcher.
     """
     launched = detect()
-    if launched.size is None and (run.ranks or 1) > 1:
+    if launched.kind == "none" and (run.ranks or 1) > 1:
         raise ConfigError(
             f"ranks is {run.ranks} but this process was not started by mpirun or srun; use "
             f"'fastdecode generate --ranks {run.ranks}', or start the program with mpirun -n {run.ranks}"
         )
-    if (launched.size or 1) == 1 and not launched.is_heterogeneous:
+    if launched.kind == "none" or launched.size == 1:
         return None
     from fastdecode_hpc.transport.mpi import init_mpi
 

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers.models import BPE
 
 from fastdecode_hpc.config import ConfigError
-from fastdecode_hpc.gguf_metadata import GGUFMetadata
+from fastdecode_hpc.gguf_header import GGUFMetadata
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # token types
 _ADVICE = "give a folder with config.json, safetensors and tokenizer.json instead"

@@ -70,10 +70,10 @@ class Tokenizer:
     def _load_gguf(cls, path: Path) -> Tokenizer:
         from transformers import PreTrainedTokenizerFast
 
-        from fastdecode_hpc.gguf_metadata import read_gguf_metadata
+        from fastdecode_hpc.gguf_header import read_gguf_header
         from fastdecode_hpc.gguf_tokenizer import build_gguf_tokenizer
 
-        built = build_gguf_tokenizer(read_gguf_metadata(path))
+        built = build_gguf_tokenizer(read_gguf_header(path).metadata)
         backend = PreTrainedTokenizerFast(
             tokenizer_object=built.backend,
             chat_template=built.chat_template,

@@ -224,7 +224,7 @@ def test_a_file_cut_short_is_refused(twin: Twin, keep: int) -> None:
     path, config, tensors = twin
     write_gguf(path, config, tensors, {})
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(ConfigError, match=r"not a whole GGUF file|incomplete, copy it again|is not a GGUF file"):
+    with pytest.raises(ConfigError, match=r"damaged or cut-off|incomplete, copy it again|cannot mmap an empty file"):
         read_model_config(path)
 
 
@@ -234,7 +234,7 @@ def test_other_versions_are_refused(twin: Twin) -> None:
     data = bytearray(path.read_bytes())
     data[4:8] = struct.pack("<I", 1)
     path.write_bytes(data)
-    with pytest.raises(ConfigError, match="GGUF version 1; only 2 and 3"):
+    with pytest.raises(ConfigError, match="GGUF version 1; little-endian versions 2 and 3"):
         read_model_config(path)
 
 

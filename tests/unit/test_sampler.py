@@ -94,10 +94,12 @@ def test_random_numbers_are_keyed_by_everything_that_names_a_token() -> None:
     assert all(0 <= uniform(2**64 - 1, i, 0, i) < 1 for i in range(100))
 
 
+@torch.inference_mode()
 def test_repetition_penalty_divides_positive_and_multiplies_negative_logits() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 3], logits[0, 7], logits[0, 9] = 4.0, 3.0, -1.0
     seq = make_seq(repetition_penalty=2.0, output=(9,))
+    # As the S-Part gives them: tensors that may be changed in place inside inference mode only.
     assert sample(logits, [seq])[0].token == 7  # 3 was in the prompt: 4 / 2 < 3
     assert logits[0, 9] == -2.0
 

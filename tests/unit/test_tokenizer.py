@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 from transformers import PreTrainedTokenizerFast
 
 from fastdecode_hpc.config import ConfigError
-from fastdecode_hpc.gguf_metadata import read_gguf_metadata
+from fastdecode_hpc.gguf_header import read_gguf_header
 from fastdecode_hpc.gguf_tokenizer import build_gguf_tokenizer
 from fastdecode_hpc.tokenizer import PromptError, Tokenizer
 
@@ -42,7 +42,7 @@ def smollm2():
 
 @pytest.fixture(scope="module")
 def smollm2_metadata():
-    return read_gguf_metadata(find_smollm2())
+    return read_gguf_header(find_smollm2()).metadata
 
 
 def wrap(metadata, **options):
@@ -272,7 +272,7 @@ def test_metadata_of_every_type(tmp_path):
             gguf_pair("i64", 11, struct.pack("<q", -(2**40))),
         )
     )
-    assert read_gguf_metadata(path) == {
+    assert read_gguf_header(path).metadata == {
         "u8": 255, "i8": -1, "f32": 0.5, "bool": True, "text": "naïve", "list": [-1, 0, 1], "nested": [[1, 2], ["x"]],
         "i64": -(2**40),
     }  # fmt: skip
@@ -296,7 +296,7 @@ def test_damaged_files_are_configuration_errors(tmp_path, data):
     path = tmp_path / "model.gguf"
     path.write_bytes(data)
     with pytest.raises(ConfigError, match=r"model\.gguf"):
-        read_gguf_metadata(path)
+        read_gguf_header(path)
 
 
 def test_metadata_cut_at_any_byte_is_a_configuration_error(tmp_path):
@@ -305,7 +305,7 @@ def test_metadata_cut_at_any_byte_is_a_configuration_error(tmp_path):
     for size in range(len(data)):
         path.write_bytes(data[:size])
         with pytest.raises(ConfigError):
-            read_gguf_metadata(path)
+            read_gguf_header(path)
 
 
 # -- stop strings

@@ -1,28 +1,22 @@
 """Reading GGUF files: metadata, and tensors row by row under the names that safetensors checkpoints use.
 
-The header is parsed here and the arrays of the tokenizer are skipped; the `gguf` package, whose reader makes
-a Python object of every token, is used for the quantised types only. Files are read, not mapped: touched
-pages of a mapping would count as this process's memory.
+The `gguf` package dequantises. Data is read, not mapped: touched pages of a mapping would count as this
+process's memory.
 """
 
 from __future__ import annotations
 
 import math
-import mmap
 import re
-import struct
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fastdecode_hpc.config import ConfigError
-
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
-_MAX_ARRAY = 1024  # longer arrays belong to the tokenizer
+from fastdecode_hpc.gguf_header import TensorInfo, read_gguf_header
 
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -43,19 +37,13 @@ _NAMES = {
 _LAYER_PATTERN = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
-class _Entry(NamedTuple):
-    offset_bytes: int
-    type_id: int
-    shape: tuple[int, ...]
-
-
 class GGUFFile:
     """Metadata and tensors of one GGUF file.
 
     Attributes
     ----------
     metadata : dict
-        All scalars, strings and short arrays, by key.
+        All key-value pairs.
     permuted_qk : bool
         Rows of Q and K are in the order of interleaved rotary embedding.
 
@@ -70,23 +58,9 @@ class GGUFFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                cursor = _Cursor(data, path)
-                num_tensors, num_pairs = cursor.read_preamble()
-                self.metadata: dict[str, Any] = dict(cursor.read_pair() for _ in range(num_pairs))
-                entries = dict(cursor.read_tensor_info() for _ in range(num_tensors))
-                header_bytes = cursor.offset
-        except ConfigError:
-            raise
-        except (struct.error, ValueError) as error:
-            raise ConfigError(f"{path} is not a whole GGUF file: {error}") from error
-        alignment = int(self.metadata.get("general.alignment", 32))
-        data_offset = -(-header_bytes // alignment) * alignment
-        self._entries = {
-            _standard_name(name): entry._replace(offset_bytes=entry.offset_bytes + data_offset)
-            for name, entry in entries.items()
-        }
+        header = read_gguf_header(path)
+        self.metadata = header.metadata
+        self._entries = {_standard_name(name): info for name, info in header.tensors.items()}
         self._check_entries()
 
     @property
@@ -137,74 +111,6 @@ class GGUFFile:
                 )
 
 
-class _Cursor:
-    """A place in the header of a GGUF file that moves on as values are read."""
-
-    def __init__(self, data: mmap.mmap, path: Path) -> None:
-        self.data, self.path, self.offset = data, path, 0
-
-    def read_preamble(self) -> tuple[int, int]:
-        """Numbers of tensors and of metadata pairs."""
-        magic, version = self.data[:4], struct.unpack_from("<I", self.data, 4)[0]
-        if magic != b"GGUF":
-            raise ConfigError(f"{self.path} is not a GGUF file: it begins with {magic!r}")
-        if version not in (2, 3):
-            raise ConfigError(f"{self.path} has GGUF version {version}; only 2 and 3, little-endian, are read")
-        self.offset = 24
-        num_tensors, num_pairs = struct.unpack_from("<QQ", self.data, 8)
-        return num_tensors, num_pairs
-
-    def read_scalar(self, code: str) -> Any:
-        value = struct.unpack_from("<" + code, self.data, self.offset)[0]
-        self.offset += struct.calcsize("<" + code)
-        return value
-
-    def read_string(self) -> str:
-        length = self.read_scalar("Q")
-        begin, self.offset = self.offset, self.offset + length
-        if self.offset > len(self.data):
-            raise ValueError(f"a string ends at byte {self.offset} of {len(self.data)}")
-        return self.data[begin : self.offset].decode()
-
-    def read_pair(self) -> tuple[str, Any]:
-        key = self.read_string()
-        return key, self._read_value(self.read_scalar("I"))
-
-    def read_tensor_info(self) -> tuple[str, _Entry]:
-        name = self.read_string()
-        dims = [self.read_scalar("Q") for _ in range(self.read_scalar("I"))]
-        type_id, offset_bytes = self.read_scalar("I"), self.read_scalar("Q")
-        return name, _Entry(offset_bytes, type_id, tuple(reversed(dims)))
-
-    def _read_value(self, type_id: int) -> Any:
-        if type_id == _STRING:
-            return self.read_string()
-        if type_id == _ARRAY:
-            return self._read_array()
-        if type_id not in _SCALARS:
-            raise ValueError(f"a value of unknown type {type_id}")
-        return self.read_scalar(_SCALARS[type_id])
-
-    def _read_array(self) -> list[Any] | None:
-        """The values of an array, or None for a long one, which is skipped."""
-        type_id, length = self.read_scalar("I"), self.read_scalar("Q")
-        if length <= _MAX_ARRAY:
-            return [self._read_value(type_id) for _ in range(length)]
-        if type_id == _STRING:
-            self._skip_strings(length)
-        elif type_id in _SCALARS:
-            self.offset += length * struct.calcsize("<" + _SCALARS[type_id])
-        else:
-            raise ValueError(f"an array of {length} values of type {type_id}")
-        return None
-
-    def _skip_strings(self, count: int) -> None:
-        unpack, data, offset = struct.Struct("<Q").unpack_from, self.data, self.offset
-        for _ in range(count):
-            offset += 8 + unpack(data, offset)[0]
-        self.offset = offset
-
-
 def _standard_name(name: str) -> str:
     """The name of a tensor in a safetensors checkpoint; unknown ones keep their own."""
     match = _LAYER_PATTERN.fullmatch(name)
@@ -223,14 +129,14 @@ def _type_name(type_id: int) -> str:
     return str(_quantization(type_id).name)
 
 
-def _row_bytes(entry: _Entry) -> int:
+def _row_bytes(entry: TensorInfo) -> int:
     from gguf.constants import GGML_QUANT_SIZES
 
     block, block_bytes = GGML_QUANT_SIZES[_quantization(entry.type_id)]
     return int(entry.shape[-1] // block * block_bytes)
 
 
-def _check_type(path: Path, name: str, entry: _Entry) -> None:
+def _check_type(path: Path, name: str, entry: TensorInfo) -> None:
     """Raise unless the `gguf` package can turn a tensor into floats."""
     from gguf.constants import GGML_QUANT_SIZES
     from gguf.quants import dequantize

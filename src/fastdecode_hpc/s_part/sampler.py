@@ -39,6 +39,11 @@ def sample(logits: torch.Tensor, seqs: list[Sequence]) -> list[Sampled]:
     seqs : list of Sequence
         One a row.
     """
+    with torch.inference_mode():
+        return _sample(logits, seqs)
+
+
+def _sample(logits: torch.Tensor, seqs: list[Sequence]) -> list[Sampled]:
     finite = torch.isfinite(logits).all(dim=-1).tolist()
     for row, seq in enumerate(seqs):
         if seq.params.repetition_penalty != 1.0:

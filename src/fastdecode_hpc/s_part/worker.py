@@ -101,6 +101,11 @@ class SWorker:
 
     def run(self) -> None:
         """Work until every sequence has ended (or a stop was asked for) and every slot has stopped."""
+        with torch.inference_mode():
+            self._walk()
+        self.transport.close()
+
+    def _walk(self) -> None:
         self._started_s = time.perf_counter()
         for stage in pipeline(self.s_part.config.num_layers, len(self._slots)):
             state = self._slots[stage.slot]
@@ -110,7 +115,6 @@ class SWorker:
             if all(slot.plan is not None and slot.plan.kind is PlanKind.STOP for slot in self._slots):
                 break
             self._run_prefill(stage)
-        self.transport.close()
 
     def advance(self, stage: Stage, out: Rows | None) -> None:
         """Take a mini-batch from one attention to the next: post[i-1] pre[i].
