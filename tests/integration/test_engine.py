@@ -1,0 +1,134 @@
+"""The Python API in one process: rebuild, limits of the cache, windows, per-row errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fastdecode_hpc.config import ConfigError, RunConfig
+from fastdecode_hpc.engine import Engine
+from fastdecode_hpc.sequence import Request, SamplingParams, Sequence, rebuilt
+from tiny_models import make_checkpoint, random_prompt
+
+FP32 = {"wire_dtype": "fp32", "kv_dtype": "fp32", "threads": 1}
+
+
+@pytest.fixture(scope="module", params=["llama", "mistral-window"])
+def checkpoint(request, tmp_path_factory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("tiny") / "model", request.param)
+
+
+def make_engine(checkpoint: Path, **options) -> Engine:
+    return Engine(RunConfig(model=str(checkpoint), **{"kv_memory_bytes": 4 << 20, **FP32, **options}))
+
+
+def test_a_rebuilt_sequence_goes_on_as_if_nothing_had_happened(checkpoint: Path, monkeypatch) -> None:
+    engine = make_engine(checkpoint, prefill_chunk_tokens=32)
+    prompts = [random_prompt(n, seed=n) for n in (3, 40, 70)]
+    params = SamplingParams(max_new_tokens=40, temperature=0.8, seed=5, ignore_eos=True)
+    whole = engine.generate(prompts, params)
+    assert [len(completion.token_ids) for completion in whole] == [40] * 3
+
+    # Start again from the first 25 tokens: what intake makes is replaced by its rebuilt form.
+    from fastdecode_hpc.intake import Intake
+
+    make = Intake._make_sequence
+
+    def make_rebuilt(self: Intake, request: Request, prompt_ids: list[int], max_new_tokens: int) -> Sequence:
+        seq = make(self, request, prompt_ids, max_new_tokens)
+        seq.output_ids = whole[request.index].token_ids[:25]
+        return rebuilt(seq, seq.seq_id)
+
+    monkeypatch.setattr(Intake, "_make_sequence", make_rebuilt)
+    again = engine.generate(prompts, params)
+    assert [c.token_ids for c in again] == [c.token_ids for c in whole]
+    # The replayed tokens are forced, not sampled: with another seed they stay and the rest changes.
+    other = engine.generate(prompts, SamplingParams(max_new_tokens=40, temperature=0.8, seed=6, ignore_eos=True))
+    assert all(a.token_ids[:25] == b.token_ids[:25] for a, b in zip(other, whole, strict=True))
+    assert any(a.token_ids[25:] != b.token_ids[25:] for a, b in zip(other, whole, strict=True))
+
+
+def test_a_cache_for_one_sequence_still_finishes_and_what_never_fits_is_an_error(checkpoint: Path) -> None:
+    roomy = make_engine(checkpoint)
+    layout = roomy.setup.layout
+    lengths = [5, 60, 20, 33]
+    prompts = [random_prompt(n, seed=n) for n in lengths]
+    params = SamplingParams(max_new_tokens=30, ignore_eos=True)
+    expected = [c.token_ids for c in roomy.generate(prompts, params)]
+    tight = make_engine(checkpoint, kv_memory_bytes=layout.bytes_for(60 + 30 + 1))
+    assert [c.token_ids for c in tight.generate(prompts, params)] == expected
+    if layout.groups[0].window is None:  # a window bounds what any sequence needs
+        too_small = make_engine(checkpoint, kv_memory_bytes=layout.bytes_for(60 + 30 + 1) - 1)
+        results = too_small.generate(prompts, params)
+        assert [c.error is None for c in results] == [True, False, True, True]
+        assert results[1].error[0] == "kv_too_small"
+        assert "--kv-memory-bytes" in results[1].error[1]
+
+
+def test_lengths_at_the_limit_of_the_context(checkpoint: Path) -> None:
+    engine = make_engine(checkpoint, max_context_len=32)
+    prompts = [random_prompt(n, seed=n) for n in (31, 32, 33, 320, 5)]
+    results = engine.generate(prompts, SamplingParams(max_new_tokens=320, ignore_eos=True))
+    first, *long, last = results
+    assert (len(first.token_ids), first.finish_reason) == (1, "length")
+    assert [c.error[0] for c in long] == ["prompt_too_long"] * 3
+    assert (len(last.token_ids), last.notes) == (27, ["max_new_tokens clamped from 320 to 27"])
+
+
+def test_bad_prompts_fail_alone(checkpoint: Path) -> None:
+    engine = make_engine(checkpoint)
+    good = random_prompt(5)
+    results = engine.generate([good, [], [99999], [-1], "text without a tokenizer", good])
+    assert [c.error[0] if c.error else None for c in results] == [
+        None, "empty_prompt", "invalid_token", "invalid_token", "no_tokenizer", None,
+    ]  # fmt: skip
+    assert results[0].token_ids == results[-1].token_ids
+
+
+def test_non_finite_logits_end_their_own_row_only(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = make_checkpoint(tmp_path / "model", "llama")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][7] = float("nan")  # only a prompt with token 7 meets it
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    engine = make_engine(folder)
+    good = [token for token in random_prompt(6) if token != 7]
+    params = SamplingParams(max_new_tokens=8, ignore_eos=True)
+    alone = engine.generate([good], params)[0]
+    results = engine.generate([good, [*good, 7], good], params)
+    assert [c.error is None for c in results] == [True, False, True]
+    assert results[1].error[0] == "non_finite_logits"
+    if 7 not in alone.token_ids:
+        assert results[0].token_ids == alone.token_ids == results[2].token_ids
+
+
+def test_small_wire_types_stay_near_and_large_values_saturate(checkpoint: Path) -> None:
+    prompts = [random_prompt(20, seed=n) for n in range(4)]
+    params = SamplingParams(max_new_tokens=1, logprobs=5)
+    exact = make_engine(checkpoint).generate(prompts, params)
+    for dtype, tolerance in (("fp16", 0.05), ("bf16", 0.5)):  # 11 and 8 bits of significand
+        near = make_engine(checkpoint, wire_dtype=dtype, kv_dtype=dtype).generate(prompts, params)
+        for a, b in zip(exact, near, strict=True):
+            assert abs(a.logprobs[0].logprob - b.logprobs[0].logprob) < tolerance
+
+
+def test_more_than_one_run_on_one_engine_leaves_no_kv_behind(checkpoint: Path) -> None:
+    engine = make_engine(checkpoint)
+    prompts = [random_prompt(n + 1, seed=n) for n in range(20)]
+    first = [c.token_ids for c in engine.generate(prompts)]
+    engine._partition.check_integrity()
+    assert engine._partition.free_blocks() == engine.me.num_blocks or engine._partition.pools[0].tables
+    assert [c.token_ids for c in engine.generate(prompts)] == first
+
+
+@pytest.mark.parametrize("options", [{"kv_memory_bytes": 64}, {"max_context_len": 10**6}, {"model": "/nowhere"}])
+def test_impossible_configurations_say_so(checkpoint: Path, options: dict) -> None:
+    with pytest.raises(ConfigError):
+        Engine(RunConfig(**{"model": str(checkpoint), **options}))
+
+
+def test_more_ranks_outside_a_launcher_need_one(checkpoint: Path) -> None:
+    with pytest.raises(ConfigError, match="mpirun -n 3"):
+        Engine(RunConfig(model=str(checkpoint), ranks=3))
