@@ -68,8 +68,9 @@ class RWorker:
                 if self._plans[stage.slot].kind is PlanKind.STOP:
                     stopped.add(stage.slot)
             if len(stopped) == self.num_slots:
-                return
+                break
             yield stage
+        self.clear()
 
     def visit(self, stage: Stage) -> None:
         """Receive, append, attend and send one layer of one slot."""
@@ -140,6 +141,11 @@ class RWorker:
                 self.partition.add(segment.seq_id, segment.start)
             self.partition.reserve(segment.seq_id, segment.start + segment.num_tokens)
             self.partition.write_prefill(segment.layer, segment.seq_id, segment.start, part, self.wire_dtype)
+
+    def clear(self) -> None:
+        """Free all that is left: what ended with the last step, or was abandoned by an early stop."""
+        self.transport.wait_prefill()
+        self._release(np.array(sorted(self._known), np.int64))
 
     def _release(self, finished: Ints) -> None:
         self.transport.wait_prefill(finished)

@@ -19,7 +19,7 @@ from fastdecode_hpc.s_part.weights import Weights
 LAYER_TILES = (8, 16, 32, 64, 128, 256)
 """Row counts tried for the halves of a layer."""
 
-HEAD_TILES = (8, 32, 128)
+HEAD_TILES = (8, 16, 32, 64, 128)
 """Row counts tried for the logits: few, because the head is by far the largest product to check."""
 
 

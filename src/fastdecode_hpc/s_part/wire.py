@@ -66,11 +66,12 @@ class WireCast:
         return _as_numpy(self._round(values).cpu().contiguous())
 
     def _round(self, values: torch.Tensor) -> torch.Tensor:
-        """Convert; finite values beyond the wire type's range become its largest, NaN stays NaN."""
+        """Convert; finite values beyond the wire type's range become its largest, infinity and NaN stay."""
         if values.dtype == self.dtype or self._max >= torch.finfo(values.dtype).max:
             return values.to(self.dtype)
-        self._saturated += (values.abs() > self._max).sum()
-        return values.clamp(-self._max, self._max).to(self.dtype)
+        too_large = (values.abs() > self._max) & values.isfinite()
+        self._saturated += too_large.sum()
+        return torch.where(too_large, values.clamp(-self._max, self._max), values).to(self.dtype)
 
 
 def _as_numpy(tensor: torch.Tensor) -> Rows:

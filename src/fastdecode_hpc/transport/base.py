@@ -202,8 +202,8 @@ class REnd(Protocol):
     def send_out(self, slot: int) -> None:
         """Send the output rows."""
 
-    def wait_prefill(self, seq_ids: Ints) -> None:
-        """Come back when all expected K/V of these sequences has reached the sink."""
+    def wait_prefill(self, seq_ids: Ints | None = None) -> None:
+        """Come back when all expected K/V of these sequences (None: of all) has reached the sink."""
 
     def send_report(self, slot: int, report: StepReport) -> None:
         """End a step of a slot."""

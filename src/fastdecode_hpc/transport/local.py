@@ -134,7 +134,7 @@ class LocalREnd:
         self._layer[slot] += 1
         self._box.out_ready.add(slot)
 
-    def wait_prefill(self, seq_ids: Ints) -> None:
+    def wait_prefill(self, seq_ids: Ints | None = None) -> None:
         self.poke()
 
     def send_report(self, slot: int, report: StepReport) -> None:

@@ -315,15 +315,16 @@ class MpiREnd:
         else:
             self._post_header(slot)
 
-    def wait_prefill(self, seq_ids: Ints) -> None:
-        wanted = set(seq_ids.tolist())
+    def wait_prefill(self, seq_ids: Ints | None = None) -> None:
+        wanted = None if seq_ids is None else set(seq_ids.tolist())
 
         def arrived() -> bool:
             self._drain()
             messages = itertools.chain(self._expected, (entry[0] for entry in self._posted))
-            return not any(segment.seq_id in wanted for message in messages for segment in message)
+            coming = (segment.seq_id for message in messages for segment in message)
+            return not any(wanted is None or seq_id in wanted for seq_id in coming)
 
-        if wanted and not arrived():
+        if wanted != set() and not arrived():
             self.progress.wait_until(arrived, "prompt K/V")
 
     def send_report(self, slot: int, report: StepReport) -> None:
