@@ -12,5 +12,7 @@ from fastdecode_hpc.launch import detect
 code = main()
 rank = detect().rank or 0
 peak_kb = int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
-Path(os.environ["FOOTPRINT"], f"{rank}.json").write_text(json.dumps({"peak_bytes": peak_kb * 1024, "torch": "torch" in sys.modules}))
+Path(os.environ["FOOTPRINT"], f"{rank}.json").write_text(
+    json.dumps({"peak_bytes": peak_kb * 1024, "torch": "torch" in sys.modules})
+)
 sys.exit(code)
