@@ -18,7 +18,6 @@ section "lint"
 .venv/bin/mypy --no-error-summary
 .venv/bin/lint-imports >/dev/null || .venv/bin/lint-imports
 .venv/bin/cython-lint cython/*.pyx
-scripts/check_isa_leak.sh
 
 section "unit, kernels, whole runs, faults (the last two start their own ranks on MPICH)"
 .venv/bin/python -m pytest tests --ignore=tests/mpi --quiet "${slow[@]}"

@@ -1,4 +1,4 @@
-"""``fastdecode`` that tells, at the end of each R-worker, its start time and peak memory as one JSON line in FOOTPRINT."""
+"""``fastdecode`` whose ranks leave their peak memory, and whether torch was loaded, in the folder FOOTPRINT."""
 
 import json
 import os

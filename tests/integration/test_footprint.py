@@ -8,8 +8,8 @@ from pathlib import Path
 
 import h5py
 import pytest
-from launching import clean_env, mpiexec, run_limited, write_requests
 
+from launching import clean_env, mpiexec, run_limited, write_requests
 from tiny_models import make_checkpoint
 
 PROGRAM = Path(__file__).with_name("footprint_program.py")

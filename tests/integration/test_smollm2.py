@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from launching import fastdecode, read_records, write_requests
 
 GOLDEN = json.loads((Path(__file__).parent.parent / "data" / "smollm2_f32_greedy.json").read_text())["cases"]

@@ -13,10 +13,19 @@ import fastdecode_hpc
 PACKAGE = Path(fastdecode_hpc.__file__).parent
 
 
+def run_time_nodes(tree: ast.AST):
+    """All nodes but those that only type checkers see."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING":
+            continue
+        yield node
+        yield from run_time_nodes(node)
+
+
 def importers_of(name: str) -> set[str]:
     found = set()
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in run_time_nodes(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom):
                 names = {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
             elif isinstance(node, ast.Import):

@@ -1,0 +1,129 @@
+"""Rank 0's decisions: threads, waiting, instruction set, KV budget; and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from fastdecode_hpc import __version__, host
+from fastdecode_hpc.config import ConfigError, ModelConfig, RunConfig
+from fastdecode_hpc.host import HostInfo
+from fastdecode_hpc.launch import Launch
+from fastdecode_hpc.startup import Hello, best_common_isa, decide_setup, kv_budget, num_parameters, weights_on_host
+
+MODEL = ModelConfig(1000, 64, 96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, max_context_len=512)
+GIB = 1 << 30
+X86 = ("scalar", "avx2")
+
+
+def hello(rank: int, *, name: str = "n0", cores=(0, 1, 2, 3), threads: int | None = None, isas=X86, memory=10 * GIB):
+    info = HostInfo(name, 100 + rank, tuple(cores), memory, 0.5)
+    return Hello(rank, info, Launch("none"), threads, () if rank == 0 else isas, __version__)
+
+
+def decide(hellos: list[Hello], weights_bytes: int = 0, **options):
+    return decide_setup(RunConfig(**options), MODEL, hellos, weights_bytes=weights_bytes)
+
+
+def test_ranks_with_cores_of_their_own_use_them_all_and_spin() -> None:
+    setup = decide([hello(0, cores=range(8)), hello(1, cores=range(8, 16)), hello(2, name="n1", cores=range(32))])
+    assert [rank.threads for rank in setup.ranks] == [8, 8, 32]
+    assert [rank.role for rank in setup.ranks] == ["S-worker", "R-worker", "R-worker"]
+    assert not any(rank.share_cores for rank in setup.ranks)
+    assert setup.owners == (1, 2)
+
+
+def test_ranks_on_the_same_cores_share_them_and_sleep_while_they_wait() -> None:
+    setup = decide([hello(rank, cores=(0, 1)) for rank in range(3)])
+    assert [rank.threads for rank in setup.ranks] == [1, 1, 1]
+    assert all(rank.share_cores for rank in setup.ranks)
+    assert not any(rank.use_progress_thread for rank in setup.ranks)
+
+
+def test_a_progress_thread_needs_a_core_that_no_thread_uses() -> None:
+    asked = decide([hello(rank, cores=range(4), threads=1) for rank in range(2)])
+    assert all(rank.use_progress_thread for rank in asked.ranks)
+    full = decide([hello(rank, cores=range(4)) for rank in range(2)])
+    assert not any(rank.use_progress_thread for rank in full.ranks)
+
+
+def test_one_process_is_both_parts() -> None:
+    (rank,) = decide([dataclasses.replace(hello(0), isas=X86)]).ranks
+    assert (rank.role, rank.isa, rank.share_cores) == ("both", "avx2", False)
+    assert rank.num_blocks[0] > 0
+
+
+def test_all_r_workers_use_the_best_instruction_set_that_all_have() -> None:
+    hellos = [hello(0), hello(1, isas=("scalar", "avx2", "avx512")), hello(2, isas=X86)]
+    assert [rank.isa for rank in decide(hellos).ranks] == [None, "avx2", "avx2"]
+    assert [rank.isa for rank in decide(hellos, isa_per_rank=True).ranks] == [None, "avx512", "avx2"]
+    assert [rank.isa for rank in decide(hellos, isa="scalar").ranks] == [None, "scalar", "scalar"]
+    with pytest.raises(ConfigError, match="rank 2 on n0 has no avx512"):
+        decide(hellos, isa="avx512")
+    with pytest.raises(ConfigError, match="no instruction set in common"):
+        best_common_isa(RunConfig(), [hello(0), hello(1, isas=("avx2",)), hello(2, isas=("scalar",))])
+
+
+def test_kv_is_a_share_of_what_its_host_has_left() -> None:
+    hellos = [hello(0), hello(1), hello(2), hello(3, name="n1", memory=100 * GIB)]
+    here = kv_budget(RunConfig(), hellos[1], hellos, weights_bytes=2 * GIB)
+    assert here == kv_budget(RunConfig(), hellos[2], hellos, weights_bytes=2 * GIB)
+    assert 2 * here < 10 * GIB - 3 * GIB  # both workers, beside weights and rank 0's own needs
+    alone = kv_budget(RunConfig(), hellos[3], hellos, weights_bytes=2 * GIB)
+    assert 80 * GIB < alone < 100 * GIB
+    assert kv_budget(RunConfig(kv_memory_bytes=77), hellos[1], hellos, weights_bytes=0) == 77
+
+
+def test_a_host_without_room_for_one_block_is_refused_with_the_arithmetic() -> None:
+    with pytest.raises(ConfigError, match=r"rank 1 on n0 may use 100 B for KV, and one block of 32 tokens takes"):
+        decide([hello(0), hello(1)], kv_memory_bytes=100)
+    with pytest.raises(ConfigError, match="may use 0 B for KV"):
+        decide([hello(0, memory=GIB), hello(1, memory=GIB)], weights_bytes=GIB)
+
+
+def test_ranks_and_context_must_fit() -> None:
+    with pytest.raises(ConfigError, match="--ranks is 4 but 2 were started"):
+        decide([hello(0), hello(1)], ranks=4)
+    with pytest.raises(ConfigError, match="at most 512"):
+        decide([hello(0), hello(1)], max_context_len=513)
+    assert decide([hello(0), hello(1)], max_context_len=100).max_context_len == 100
+    assert decide([hello(0), hello(1)]).max_context_len == 512
+
+
+def test_weights_are_counted_where_they_lie() -> None:
+    per_layer = 64 * (2 * 64 + 2 * 32) + 3 * 64 * 96
+    assert num_parameters(MODEL) == 2 * per_layer + 2 * 1000 * 64
+    assert weights_on_host(RunConfig(), MODEL, "cpu") == 4 * num_parameters(MODEL)
+    assert weights_on_host(RunConfig(dtype="bf16"), MODEL, "cpu") == 2 * num_parameters(MODEL)
+    assert weights_on_host(RunConfig(), MODEL, "cuda") == 0
+
+
+def test_threads_come_from_the_flag_then_openmp_then_slurm() -> None:
+    env = {"OMP_NUM_THREADS": "6,2", "SLURM_CPUS_PER_TASK": "9"}
+    assert host.asked_threads(3, env) == 3
+    assert host.asked_threads(None, env) == 6
+    assert host.asked_threads(None, {"SLURM_CPUS_PER_TASK": "9"}) == 9
+    assert host.asked_threads(None, {}) is None
+    for bad in ("0", "-1", "four", "1.5"):
+        with pytest.raises(ConfigError, match="OMP_NUM_THREADS"):
+            host.asked_threads(None, {"OMP_NUM_THREADS": bad})
+
+
+def test_sizes_are_read_and_written() -> None:
+    assert [host.parse_bytes(text) for text in ("17", "40G", "1.5 GiB", "512mb", "2T")] == [
+        17, 40 * GIB, 3 * GIB // 2, 512 << 20, 2 << 40,
+    ]  # fmt: skip
+    for bad in ("", "G", "-1G", "1X", "1e9"):
+        with pytest.raises(ConfigError):
+            host.parse_bytes(bad)
+    assert [host.format_bytes(n) for n in (0, 1023, 1024, 3 * GIB // 2, 5 << 40)] == [
+        "0 B", "1023 B", "1.0 KiB", "1.5 GiB", "5.0 TiB",
+    ]  # fmt: skip
+    assert host.format_cores((0, 1, 2, 5, 7, 8)) == "0-2,5,7-8"
+
+
+def test_memory_is_bounded_by_the_job() -> None:
+    free = host.available_memory({})
+    assert 0 < free < 1 << 50
+    assert host.available_memory({"SLURM_MEM_PER_NODE": "64"}) == min(free, 64 << 20)
