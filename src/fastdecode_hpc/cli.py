@@ -12,13 +12,17 @@ import types
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from fastdecode_hpc import __version__
 from fastdecode_hpc.config import ConfigError, RunConfig
 from fastdecode_hpc.host import parse_bytes
 from fastdecode_hpc.launch import announce, detect, launch
 from fastdecode_hpc.sequence import SamplingParams
+
+if TYPE_CHECKING:
+    from fastdecode_hpc.job import JobFiles
+    from fastdecode_hpc.transport.mpi import World
 
 SAMPLING_HELP = {
     "max_new_tokens": "most tokens to generate",
@@ -61,7 +65,6 @@ def _add_generate(commands: Any) -> None:
     files.add_argument("--overwrite", action="store_true", help="replace an existing output")
     files.add_argument("--resume", action="store_true", help="go on with an existing output: requests it lacks run")
     files.add_argument("--max-errors", type=int, metavar="N", help="end with code 4 after more than N failed requests")
-    files.add_argument("--verbose", action="store_true", help="say more")
     _add_run_options(parser.add_argument_group("run"))
     _add_sampling_options(parser.add_argument_group("sampling, for lines that bring no settings of their own"))
     parser.set_defaults(func=run_generate)
@@ -151,9 +154,9 @@ def run_generate(args: argparse.Namespace, argv: Sequence[str]) -> int:
     from fastdecode_hpc.startup import Dismissed
 
     world = connect(run)
-    set_up_logging(0 if world is None else world.rank, verbose=args.verbose)
+    set_up_logging(0 if world is None else world.rank)
     try:
-        code = _run_rank(run, defaults, args, world)
+        code = _run_rank(run, _job_files(args, defaults), world)
     except ConfigError as error:
         print(f"fastdecode: {error}", file=sys.stderr)
         code = 2
@@ -164,19 +167,37 @@ def run_generate(args: argparse.Namespace, argv: Sequence[str]) -> int:
     return code
 
 
-def _run_rank(run: RunConfig, defaults: SamplingParams, args: argparse.Namespace, world: Any) -> int:
+def _run_rank(run: RunConfig, files: JobFiles, world: World | None) -> int:
+    """What this rank does in a job; the exit code is rank 0's (0 on the others).
+
+    Raises
+    ------
+    ConfigError, Dismissed
+        While the ranks agree: all of them leave in order.
+    """
     from fastdecode_hpc.engine import Engine
-    from fastdecode_hpc.job import run_job
+    from fastdecode_hpc.job import Job
     from fastdecode_hpc.signals import StopRequest
 
     stop = StopRequest()
     stop.install()
-    files = _job_files(args, defaults)
-    engine = Engine(run, world=world, preflight=files.check, stop_requested=stop)
-    return run_job(run, files, engine)
+    job = Job(files)
+    engine = Engine(run, world=world, preflight=job.check, stop_requested=stop)
+    if not engine.is_s_rank:
+        engine.work()
+        return 0
+    try:
+        return job.run(engine)
+    except ConfigError as error:
+        if world is None:
+            raise
+        # The others are at work already and wait for plans; nothing collective is possible any more.
+        print(f"fastdecode: {error}", file=sys.stderr, flush=True)
+        world.abort(2)
+        raise
 
 
-def _job_files(args: argparse.Namespace, defaults: SamplingParams) -> Any:
+def _job_files(args: argparse.Namespace, defaults: SamplingParams) -> JobFiles:
     from fastdecode_hpc.job import JobFiles
 
     return JobFiles(

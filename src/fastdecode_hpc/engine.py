@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from fastdecode_hpc.tokenizer import TextStream, Tokenizer
     from fastdecode_hpc.transport.base import REnd, SEnd
     from fastdecode_hpc.transport.mpi import Progress, World
+    from fastdecode_hpc.transport.mpi_ends import MpiREnd, WireShape
 
 
 @dataclass(slots=True)
@@ -282,10 +283,14 @@ class Engine:
         """
         if self.is_s_rank:
             return _SRun(self, hooks).run(requests)
-        r_end, close = self._mpi_r_end()
-        self._make_r_worker(r_end).run()
-        close()
+        self.work()
         return None
+
+    def work(self) -> None:
+        """Be an R-worker for one run; ranks other than 0 call this or `run`."""
+        end = self._make_r_end()
+        self._make_r_worker(end).run()
+        end.close()
 
     def _make_r_worker(self, r_end: REnd) -> RWorker:
         from fastdecode_hpc.r_part.worker import RWorker
@@ -301,12 +306,11 @@ class Engine:
             stop_requested=self.stop_requested,
         )
 
-    def _mpi_r_end(self) -> tuple[REnd, Callable[[], None]]:
+    def _make_r_end(self) -> MpiREnd:
         from fastdecode_hpc.transport.mpi_ends import MpiREnd
 
         assert self.world is not None
-        end = MpiREnd(self.world, self._wire_shape(), self._progress())
-        return end, end.close
+        return MpiREnd(self.world, self._wire_shape(), self._progress())
 
     def make_s_end(self) -> SEnd:
         """The S-worker's end of a new run; in one process with an R-worker behind it."""
@@ -329,7 +333,7 @@ class Engine:
             watchdog_s=self.run_config.watchdog_s,
         )
 
-    def _wire_shape(self) -> Any:
+    def _wire_shape(self) -> WireShape:
         from fastdecode_hpc.transport.base import WIRE_NUMPY
         from fastdecode_hpc.transport.mpi_ends import WireShape
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,13 +21,14 @@ from tqdm import tqdm
 from fastdecode_hpc import __version__
 from fastdecode_hpc.batch.records import RecordWriter, load_recorded
 from fastdecode_hpc.batch.requests import RequestError, count_requests, read_requests
-from fastdecode_hpc.config import ConfigError, RunConfig
+from fastdecode_hpc.config import ConfigError
 from fastdecode_hpc.engine import Completion, Engine, Hooks, RunStats
 from fastdecode_hpc.sequence import Request, SamplingParams
 from fastdecode_hpc.timing import StepTimes
 
 logger = logging.getLogger(__name__)
 
+STDIN = "-"
 EXIT_OK, EXIT_INTERNAL, EXIT_USAGE, EXIT_SOME_FAILED, EXIT_TOO_MANY_ERRORS, EXIT_STOPPED = 0, 1, 2, 3, 4, 75
 STATE_OF_EXIT = {
     EXIT_OK: "finished",
@@ -55,18 +59,35 @@ class JobFiles:
         return self.output.with_name(f"{self.output.stem}.status.json")
 
     def check(self) -> None:
-        """Find what would fail later, before anything is loaded."""
+        """Find what would fail later, before anything is loaded.
+
+        Raises
+        ------
+        ConfigError
+            With the way out.
+        """
         if self.overwrite and self.resume:
             raise ConfigError("--overwrite and --resume contradict each other; give one")
-        if self.input != "-" and not Path(self.input).is_file():
+        if self.input != STDIN and not Path(self.input).is_file():
             raise ConfigError(f"the input {self.input} is no file; give a JSONL file, or - for standard input")
         for path in filter(None, (self.output, self.report)):
-            if not path.parent.is_dir():
-                raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}; make it first")
+            _check_writable(path)
+        names = [os.path.realpath(path) for path in (self.input, self.output, self.report) if path]
+        if len(set(names)) < len(names):
+            raise ConfigError("input, output and report must be different files")
         if self.output.exists() and self.output.stat().st_size and not (self.overwrite or self.resume):
             raise ConfigError(
                 f"the output {self.output} exists; go on with it (--resume), replace it (--overwrite) or name another"
             )
+
+
+def _check_writable(path: Path) -> None:
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}; make it first")
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder; name a file")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{path} cannot be written: permission denied")
 
 
 class ProgressLine:
@@ -119,20 +140,45 @@ class Job:
 
     Parameters
     ----------
-    engine : Engine
     files : JobFiles
-    stop_requested : callable
-        Whether the job should end early.
     """
 
-    def __init__(self, engine: Engine, files: JobFiles) -> None:
-        self.engine = engine
+    def __init__(self, files: JobFiles) -> None:
         self.files = files
-        self._recorded = load_recorded(files.output) if files.resume else {}
-        self._resumed = len(self._recorded)
+        self._recorded: dict[int, str | None] = {}
         self._too_many = False
 
-    def run(self) -> int:
+    def check(self) -> None:
+        """Find what would fail later, before anything is loaded; for `Engine`'s preflight.
+
+        Raises
+        ------
+        ConfigError
+            With the way out.
+        """
+        self.files.check()
+        if self.files.resume:
+            self._recorded = load_recorded(self.files.output)
+            self._check_same_input()
+
+    def _check_same_input(self) -> None:
+        """Refuse to go on with an output that belongs to another input."""
+        if self.files.input == STDIN:
+            return
+        left = dict(self._recorded)
+        for item in read_requests(self.files.input, self.files.defaults):
+            if item.index in left and left.pop(item.index) != item.custom_id:
+                raise ConfigError(
+                    f"the output {self.files.output} belongs to another input: its record {item.index} has custom_id "
+                    f"{self._recorded[item.index]!r}, line {item.line} of the input has {item.custom_id!r}"
+                )
+        if left:
+            raise ConfigError(
+                f"the output {self.files.output} belongs to another input: it has a record {max(left)}, which the "
+                "input does not reach"
+            )
+
+    def run(self, engine: Engine) -> int:
         """Answer every request once.
 
         Returns
@@ -140,12 +186,20 @@ class Job:
         int
             The exit code.
         """
-        files = self.files
-        total = count_requests(files.input)
-        self._progress = ProgressLine(total, self._resumed)
-        with RecordWriter(files.output, overwrite=files.overwrite, resume=files.resume) as self._writer:
-            stats = self._run_reported() if files.report else self._run_requests(lambda times: None)
-        self._progress.close()
+        self.engine = engine
+        with _spooled(self.files.input) as self._input:
+            total = count_requests(self._input)
+            self._progress = ProgressLine(total, len(self._recorded))
+            try:
+                with RecordWriter(
+                    self.files.output, overwrite=self.files.overwrite, resume=self.files.resume
+                ) as self._writer:
+                    stats = self._run_reported() if self.files.report else self._run_requests(lambda times: None)
+            except BaseException:
+                write_status(self.files.status, {"state": STATE_OF_EXIT[EXIT_INTERNAL], "exit_code": EXIT_INTERNAL})
+                raise
+            finally:
+                self._progress.close()
         code = self._exit_code(stats)
         self._check_complete(code, total)
         self._tell(stats, code)
@@ -179,22 +233,15 @@ class Job:
 
     def _requests(self) -> Iterator[Request]:
         """Requests of the input that have no record yet; lines that hold none get their error record here."""
-        for item in read_requests(self.files.input, self.files.defaults):
+        for item in read_requests(self._input, self.files.defaults):
             if item.index in self._recorded:
-                self._check_same(item)
-            elif isinstance(item, RequestError):
+                continue
+            if isinstance(item, RequestError):
                 self._fail(item.index, item.custom_id, item.code, item.message)
             else:
                 yield item
             if self._too_many:
                 return
-
-    def _check_same(self, item: Request | RequestError) -> None:
-        if self._recorded[item.index] != item.custom_id:
-            raise ConfigError(
-                f"the output {self.files.output} belongs to another input: its record {item.index} has custom_id "
-                f"{self._recorded[item.index]!r}, line {item.line} of the input has {item.custom_id!r}"
-            )
 
     def _complete(self, completion: Completion) -> None:
         request = completion.request
@@ -230,13 +277,13 @@ class Job:
         return EXIT_SOME_FAILED if self._writer.num_errors else EXIT_OK
 
     def _check_complete(self, code: int, total: int | None) -> None:
-        written = self._resumed + self._writer.num_written
-        if code in (EXIT_OK, EXIT_SOME_FAILED) and total is not None:
+        written = len(self._recorded) + self._writer.num_written
+        if code in (EXIT_OK, EXIT_SOME_FAILED):
             assert written == total, f"{written} records for {total} requests"
 
     def _tell(self, stats: RunStats, code: int) -> None:
         figures = {name: value for name, (value, _) in stats.summary(self.engine.t_load_s).items()}
-        status = {"state": STATE_OF_EXIT[code], "exit_code": code, "resumed_records": self._resumed, **figures}
+        status = {"state": STATE_OF_EXIT[code], "exit_code": code, "resumed_records": len(self._recorded), **figures}
         write_status(self.files.status, status)
         logger.info(
             "%s: %d records, %d errors; %d tokens in %.1f s: decode %.1f tok/s, prefill %.1f tok/s",
@@ -250,12 +297,19 @@ class Job:
         )
 
 
-def run_job(run: RunConfig, files: JobFiles, engine: Engine) -> int:
-    """Do what this rank does in a job; the exit code is rank 0's (0 on the others)."""
-    if engine.is_s_rank:
-        return Job(engine, files).run()
-    engine.run(iter(()), Hooks(lambda completion: None))
-    return EXIT_OK
+@contextmanager
+def _spooled(path: str) -> Iterator[str]:
+    """The input as a file that can be read twice; standard input is copied to a temporary one first.
+
+    A slow producer would otherwise keep rank 0 from its main loop, and the other ranks would take it for dead.
+    """
+    if path != STDIN:
+        yield path
+        return
+    with tempfile.NamedTemporaryFile(prefix="fastdecode-", suffix=".jsonl") as file:
+        shutil.copyfileobj(sys.stdin.buffer, file)
+        file.flush()
+        yield file.name
 
 
 def write_status(path: Path, status: dict[str, Any]) -> None:

@@ -7,11 +7,10 @@ import socket
 import sys
 
 
-def set_up_logging(rank: int, *, verbose: bool = False) -> None:
+def set_up_logging(rank: int) -> None:
     """Send log lines to stderr, with rank and host in front where there is more than one rank's to expect."""
-    quiet = logging.WARNING if rank else logging.INFO
     root = logging.getLogger("fastdecode_hpc")
-    root.setLevel(logging.DEBUG if verbose else quiet)
+    root.setLevel(logging.WARNING if rank else logging.INFO)
     root.handlers.clear()
     handler = logging.StreamHandler(sys.stderr)
     where = f"[rank {rank}/{socket.gethostname()}] " if rank else ""

@@ -191,3 +191,47 @@ def test_help_and_version_need_neither_mpi_nor_torch(tmp_path: Path) -> None:
     for option in ("--help", "--version"):
         assert fastdecode(option, env=env).returncode == 0
     assert fastdecode("generate", "--help", env=env).returncode == 0
+
+
+def test_standard_input_is_read_whole_before_the_run(checkpoint: Path, tmp_path: Path) -> None:
+    path = write_requests(tmp_path / "in.jsonl", requests(3, max_new_tokens=4))
+    command = [sys.executable, "-m", "fastdecode_hpc", "generate", "--model", str(checkpoint), "--input", "-"]
+    command += ["--output", str(tmp_path / "out.jsonl"), *SMALL]
+    with path.open() as file:
+        done = subprocess.run(command, env=clean_env(), stdin=file, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert len(read_records(tmp_path / "out.jsonl")) == 3
+
+
+def test_an_empty_input_is_a_finished_job(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text("\n\n")
+    assert generate(tmp_path, checkpoint, tmp_path / "in.jsonl", "--ranks", 2).returncode == 0
+    assert (tmp_path / "out.jsonl").read_bytes() == b""
+
+
+def test_resume_refuses_an_output_of_another_input(checkpoint: Path, tmp_path: Path) -> None:
+    assert generate(tmp_path, checkpoint, requests(4, max_new_tokens=2)).returncode == 0
+    before = (tmp_path / "out.jsonl").read_bytes()
+    others = [{**line, "custom_id": f"x{i}"} for i, line in enumerate(requests(4, max_new_tokens=2))]
+    for lines in (others, requests(2, max_new_tokens=2)):
+        done = generate(tmp_path, checkpoint, lines, "--resume", "--ranks", 2)
+        assert done.returncode == 2, done.stderr
+        assert "belongs to another input" in done.stderr
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+
+
+def test_files_must_differ(checkpoint: Path, tmp_path: Path) -> None:
+    path = write_requests(tmp_path / "in.jsonl", requests(2))
+    before = path.read_bytes()
+    done = generate(tmp_path, checkpoint, path, "--output", path, "--overwrite")
+    assert done.returncode == 2
+    assert "different files" in done.stderr
+    assert path.read_bytes() == before
+
+
+def test_an_output_that_fails_after_the_start_ends_all_ranks(checkpoint: Path, tmp_path: Path) -> None:
+    path = write_requests(tmp_path / "in.jsonl", requests(2))
+    # Passes the check before the run, as root may write anywhere, and fails when it is opened.
+    done = generate(tmp_path, checkpoint, path, "--ranks", 3, "--report", "/proc/fastdecode.h5", timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert "/proc/fastdecode.h5 cannot be written" in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 
 import torch
@@ -33,8 +34,8 @@ def test_chunks_cover_each_prompt_at_borders_of_its_own(lengths: list[int], chun
         for piece in chunk:
             pieces[piece.seq.seq_id].append((piece.start, piece.stop))
     for seq in seqs:
-        borders = list(range(0, seq.prompt_len, chunk_tokens)) + [seq.prompt_len]
-        assert pieces[seq.seq_id] == list(zip(borders, borders[1:], strict=False))
+        borders = [*range(0, seq.prompt_len, chunk_tokens), seq.prompt_len]
+        assert pieces[seq.seq_id] == list(itertools.pairwise(borders))
 
 
 class FakeSPart:

@@ -37,7 +37,7 @@ class Admission:
         self._next: Sequence | None = None
         self._closed = False
         self._running: set[int] = set()
-        self._ready: deque[Sequence] = deque()
+        self._ready: dict[int, deque[Sequence]] = {rank: deque() for rank in placement.owners}
 
     @property
     def max_rows(self) -> int:
@@ -75,7 +75,7 @@ class Admission:
 
     def prefilled(self, seq: Sequence) -> None:
         """Its K/V is listed completely and its first token known: it may join a slot."""
-        self._ready.append(seq)
+        self._ready[seq.owner].append(seq)
 
     def joiners(self, batch: MiniBatch, num_in_slots: int) -> list[Sequence]:
         """Take the sequences that join `batch` now.
@@ -91,14 +91,14 @@ class Admission:
         Slots are kept equally long, and within a slot every owner gets its share: were a slot's rows all
         on one R-worker, the others would idle through its every stage.
         """
-        target = min(self.max_rows, -(-(num_in_slots + len(self._ready)) // self.num_slots))
+        num_ready = sum(map(len, self._ready.values()))
+        target = min(self.max_rows, -(-(num_in_slots + num_ready) // self.num_slots))
         rows = Counter(seq.owner for seq in batch.seqs)
         taken: list[Sequence] = []
-        while self._ready and len(batch) + len(taken) < target:
-            seq = min(self._ready, key=lambda ready: rows[ready.owner])
-            self._ready.remove(seq)
-            rows[seq.owner] += 1
-            taken.append(seq)
+        for _ in range(min(num_ready, target - len(batch))):
+            owner = min((rank for rank, queue in self._ready.items() if queue), key=lambda rank: rows[rank])
+            rows[owner] += 1
+            taken.append(self._ready[owner].popleft())
         return taken
 
     def finished(self, seq: Sequence) -> None:
