@@ -181,13 +181,13 @@ def _run_rank(run: RunConfig, files: JobFiles, world: World | None) -> int:
 
     stop = StopRequest()
     stop.install()
-    job = Job(files)
+    job = Job(files, stop)
     engine = Engine(run, world=world, preflight=job.check, stop_requested=stop)
-    if not engine.is_s_rank:
+    try:
+        if engine.is_s_rank:
+            return job.run(engine)
         engine.work()
         return 0
-    try:
-        return job.run(engine)
     except ConfigError as error:
         if world is None:
             raise

@@ -10,89 +10,27 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fastdecode_hpc import startup
 from fastdecode_hpc.config import ConfigError, RunConfig
-from fastdecode_hpc.intake import Accepted, Intake, RequestFailure
 from fastdecode_hpc.launch import detect
-from fastdecode_hpc.sequence import Request, SamplingParams, Sequence, TokenLogprob
+from fastdecode_hpc.results import Completion, Hooks, RunStats
+from fastdecode_hpc.sequence import Request, SamplingParams
 from fastdecode_hpc.startup import Dismissed, RankSetup, Setup
-from fastdecode_hpc.timing import StepTimes
 
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from fastdecode_hpc.r_part.worker import RWorker
     from fastdecode_hpc.s_part.model import SPart
-    from fastdecode_hpc.tokenizer import TextStream, Tokenizer
+    from fastdecode_hpc.tokenizer import Tokenizer
     from fastdecode_hpc.transport.base import REnd, SEnd
     from fastdecode_hpc.transport.mpi import Progress, World
-    from fastdecode_hpc.transport.mpi_ends import MpiREnd, WireShape
-
-
-@dataclass(slots=True)
-class Completion:
-    """What came of one request; `error` is its code and message where nothing usable did."""
-
-    request: Request
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-    prompt_tokens: int = 0
-    logprobs: list[TokenLogprob] | None = None
-    notes: list[str] = field(default_factory=list)
-    error: tuple[str, str] | None = None
-    t_admitted_s: float = 0.0
-    t_first_token_s: float = 0.0
-    t_finished_s: float = 0.0
-
-
-@dataclass(slots=True)
-class RunStats:
-    """Totals of one run at rank 0. Only real tokens count: prompts as tokenised, tokens that were kept."""
-
-    num_requests: int = 0
-    num_errors: int = 0
-    prompt_tokens: int = 0  # of requests that were prefilled
-    output_tokens: int = 0
-    decode_tokens: int = 0  # output tokens that came out of decode steps: all but each sequence's first
-    t_tokenise_s: float = 0.0
-    t_prefill_s: float = 0.0
-    t_run_s: float = 0.0
-    num_saturated: int = 0
-    stopped: bool = False
-
-    def summary(self, load_s: float) -> dict[str, tuple[float, str]]:
-        """Figures by name, each with its unit."""
-        decode_s = max(self.t_run_s - self.t_prefill_s - self.t_tokenise_s, 1e-9)
-        return {
-            "load_time": (load_s, "s"),
-            "tokenise_time": (self.t_tokenise_s, "s"),
-            "prefill_time": (self.t_prefill_s, "s"),
-            "run_time": (self.t_run_s, "s"),
-            "num_requests": (self.num_requests, "1"),
-            "num_errors": (self.num_errors, "1"),
-            "prompt_tokens": (self.prompt_tokens, "tokens"),
-            "output_tokens": (self.output_tokens, "tokens"),
-            "prefill_tokens_per_s": (self.prompt_tokens / max(self.t_prefill_s, 1e-9), "tokens/s"),
-            "decode_tokens_per_s": (self.decode_tokens / decode_s, "tokens/s"),
-            "end_to_end_tokens_per_s": (self.output_tokens / max(self.t_run_s, 1e-9), "tokens/s"),
-            "num_saturated": (self.num_saturated, "1"),
-        }
-
-
-@dataclass(slots=True)
-class Hooks:
-    """What a run tells its caller, on rank 0."""
-
-    on_completion: Callable[[Completion], None]
-    on_token: Callable[[], None] = lambda: None
-    on_step: Callable[[StepTimes], None] = lambda times: None
-    stop_requested: Callable[[], bool] = lambda: False
+    from fastdecode_hpc.transport.mpi_comms import WireShape
+    from fastdecode_hpc.transport.mpi_r_end import MpiREnd
 
 
 def connect(run: RunConfig) -> World | None:
@@ -282,7 +220,12 @@ class Engine:
             None on ranks other than 0.
         """
         if self.is_s_rank:
-            return _SRun(self, hooks).run(requests)
+            from fastdecode_hpc.run import Run
+
+            assert self._s_part is not None
+            return Run(self.setup, self.run_config, self._s_part, self.tokenizer, hooks, self.stop_requested).run(
+                requests, self._make_s_end()
+            )
         self.work()
         return None
 
@@ -307,12 +250,12 @@ class Engine:
         )
 
     def _make_r_end(self) -> MpiREnd:
-        from fastdecode_hpc.transport.mpi_ends import MpiREnd
+        from fastdecode_hpc.transport.mpi_r_end import MpiREnd
 
         assert self.world is not None
         return MpiREnd(self.world, self._wire_shape(), self._progress())
 
-    def make_s_end(self) -> SEnd:
+    def _make_s_end(self) -> SEnd:
         """The S-worker's end of a new run; in one process with an R-worker behind it."""
         if self.world is None:
             from fastdecode_hpc.transport.local import make_local
@@ -320,7 +263,7 @@ class Engine:
             s_end, r_end = make_local(self.setup.model.num_layers)
             s_end.drive(self._make_r_worker(r_end).stages())
             return s_end
-        from fastdecode_hpc.transport.mpi_ends import MpiSEnd
+        from fastdecode_hpc.transport.mpi_s_end import MpiSEnd
 
         return MpiSEnd(self.world, self._wire_shape(), self._progress(), self.clocks)
 
@@ -335,7 +278,7 @@ class Engine:
 
     def _wire_shape(self) -> WireShape:
         from fastdecode_hpc.transport.base import WIRE_NUMPY
-        from fastdecode_hpc.transport.mpi_ends import WireShape
+        from fastdecode_hpc.transport.mpi_comms import WireShape
 
         run, model = self.run_config, self.setup.model
         return WireShape(
@@ -347,135 +290,6 @@ class Engine:
             kv_size=model.kv_size,
             dtype=WIRE_NUMPY[run.wire_dtype],
         )
-
-
-class _SRun:
-    """One run on rank 0: requests in, completions out, around an `SWorker`."""
-
-    def __init__(self, engine: Engine, hooks: Hooks) -> None:
-        self.engine = engine
-        self.hooks = hooks
-        self.stats = RunStats()
-        self._accepted: dict[int, Accepted] = {}
-        self._streams: dict[int, TextStream] = {}
-        capacity = {rank: engine.setup.ranks[rank].num_blocks for rank in engine.setup.owners}
-        from fastdecode_hpc.schedule.placement import Placement
-
-        self._placement = Placement(engine.setup.layout, capacity)
-        self._intake = Intake(
-            engine.tokenizer,
-            self._placement,
-            vocab_size=engine.setup.model.vocab_size,
-            max_context_len=engine.setup.max_context_len,
-            seed=engine.run_config.seed,
-        )
-
-    def run(self, requests: Iterator[Request]) -> RunStats:
-        started = time.perf_counter()
-        worker, cast = self._make_worker(requests)
-        worker.run()
-        self.stats.t_run_s = time.perf_counter() - started
-        self.stats.num_saturated = cast.num_saturated
-        self.stats.stopped = worker.stopping
-        return self.stats
-
-    def _make_worker(self, requests: Iterator[Request]) -> Any:
-        from fastdecode_hpc.s_part.prefill import Prefill
-        from fastdecode_hpc.s_part.wire import WireCast
-        from fastdecode_hpc.s_part.worker import SWorker
-        from fastdecode_hpc.schedule.admission import Admission
-
-        engine, run = self.engine, self.engine.run_config
-        s_part, layout = engine._s_part, engine.setup.layout
-        assert s_part is not None
-        transport = engine.make_s_end()
-        cast = WireCast(run.wire_dtype, s_part.device)
-        admission = Admission(
-            self._placement, self._sequences(requests), max_batch_size=run.max_batch_size, num_slots=run.num_slots
-        )
-        prefill = Prefill(
-            s_part,
-            transport,
-            layout,
-            cast,
-            chunk_tokens=run.prefill_chunk_tokens,
-            max_batch_tokens=run.max_prefill_tokens,
-        )
-        worker = SWorker(
-            s_part,
-            transport,
-            admission,
-            prefill,
-            cast,
-            layout,
-            eos_token_ids=self._eos_token_ids(),
-            max_prefill_tokens=run.max_prefill_tokens,
-            on_token=self._on_token,
-            on_finished=self._on_finished,
-            on_step=self._on_step,
-            stop_requested=lambda: engine.stop_requested() or self.hooks.stop_requested(),
-        )
-        return worker, cast
-
-    def _eos_token_ids(self) -> set[int]:
-        tokenizer = self.engine.tokenizer
-        return {*self.engine.setup.model.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())}
-
-    def _sequences(self, requests: Iterator[Request]) -> Iterator[Sequence]:
-        """Sequences of the requests that can run; the others are completed with their error at once."""
-        for request in requests:
-            self.stats.num_requests += 1
-            started = time.perf_counter()
-            try:
-                accepted = self._intake.accept(request)
-            except RequestFailure as failure:
-                self._complete(Completion(request, error=(failure.code, str(failure))))
-                continue
-            finally:
-                self.stats.t_tokenise_s += time.perf_counter() - started
-            self._accepted[accepted.seq.seq_id] = accepted
-            if request.params.stop and self.engine.tokenizer is not None:
-                self._streams[accepted.seq.seq_id] = self.engine.tokenizer.stream(request.params.stop)
-            accepted.seq.t_admitted_s = time.perf_counter()
-            yield accepted.seq
-
-    def _on_token(self, seq: Sequence, token: int) -> bool:
-        self.stats.output_tokens += 1
-        self.stats.decode_tokens += len(seq.output_ids) > 1
-        self.hooks.on_token()
-        stream = self._streams.get(seq.seq_id)
-        return stream is not None and stream.push(token)
-
-    def _on_finished(self, seq: Sequence) -> None:
-        accepted, stream = self._accepted.pop(seq.seq_id), self._streams.pop(seq.seq_id, None)
-        self.stats.prompt_tokens += seq.prompt_len
-        completion = Completion(
-            accepted.request,
-            text=self._text_of(seq, stream),
-            token_ids=seq.output_ids,
-            finish_reason=seq.finish_reason,
-            prompt_tokens=seq.prompt_len,
-            logprobs=seq.logprobs if seq.params.logprobs is not None else None,
-            notes=accepted.notes,
-            error=("non_finite_logits", seq.error) if seq.error is not None else None,
-            t_admitted_s=seq.t_admitted_s,
-            t_first_token_s=seq.t_first_token_s,
-            t_finished_s=seq.t_finished_s,
-        )
-        self._complete(completion)
-
-    def _text_of(self, seq: Sequence, stream: TextStream | None) -> str:
-        if stream is not None:
-            return stream.text
-        return self.engine.tokenizer.decode(seq.output_ids) if self.engine.tokenizer is not None else ""
-
-    def _complete(self, completion: Completion) -> None:
-        self.stats.num_errors += completion.error is not None
-        self.hooks.on_completion(completion)
-
-    def _on_step(self, times: StepTimes) -> None:
-        self.stats.t_prefill_s += times.t_prefill
-        self.hooks.on_step(times)
 
 
 def _available_isas() -> tuple[str, ...]:

@@ -5,30 +5,30 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
-import subprocess
+import select
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
-from fastdecode_hpc import __version__
-from fastdecode_hpc.batch.records import RecordWriter, load_recorded
+from fastdecode_hpc.batch.records import Recorded, RecordWriter, load_recorded
 from fastdecode_hpc.batch.requests import RequestError, count_requests, read_requests
 from fastdecode_hpc.config import ConfigError
-from fastdecode_hpc.engine import Completion, Engine, Hooks, RunStats
+from fastdecode_hpc.engine import Engine
+from fastdecode_hpc.progress import ProgressLine
+from fastdecode_hpc.provenance import run_attributes
+from fastdecode_hpc.results import Completion, Hooks, RunStats
 from fastdecode_hpc.sequence import Request, SamplingParams
 from fastdecode_hpc.timing import StepTimes
 
 logger = logging.getLogger(__name__)
 
 STDIN = "-"
+SPOOL_BYTES = 1 << 20
+SPOOL_POLL_S = 0.2
 EXIT_OK, EXIT_INTERNAL, EXIT_USAGE, EXIT_SOME_FAILED, EXIT_TOO_MANY_ERRORS, EXIT_STOPPED = 0, 1, 2, 3, 4, 75
 STATE_OF_EXIT = {
     EXIT_OK: "finished",
@@ -38,7 +38,6 @@ STATE_OF_EXIT = {
     EXIT_TOO_MANY_ERRORS: "stopped: too many request errors",
     EXIT_STOPPED: "stopped early, resumable",
 }
-PLAIN_LINE_EVERY_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,62 +89,24 @@ def _check_writable(path: Path) -> None:
         raise ConfigError(f"{path} cannot be written: permission denied")
 
 
-class ProgressLine:
-    """A bar on a terminal; elsewhere one plain line every 10 s."""
-
-    def __init__(self, total: int | None, done: int) -> None:
-        self._is_terminal = sys.stderr.isatty()
-        self._total, self._done, self._errors, self._tokens = total, done, 0, 0
-        self._started = self._told = time.monotonic()
-        self._first = done
-        self._bar = tqdm(total=total, initial=done, unit="req", disable=not self._is_terminal, dynamic_ncols=True)
-
-    def token(self) -> None:
-        """Count one output token."""
-        self._tokens += 1
-
-    def request(self, failed: bool) -> None:
-        """Count one finished request."""
-        self._done += 1
-        self._errors += failed
-        self._bar.update(1)
-
-    def tick(self) -> None:
-        """Say how things stand, if it is time; called once a step."""
-        now = time.monotonic()
-        every = 1.0 if self._is_terminal else PLAIN_LINE_EVERY_S
-        if now - self._told < every:
-            return
-        self._told = now
-        rate = self._tokens / (now - self._started)
-        if self._is_terminal:
-            self._bar.set_postfix_str(f"{rate:.0f} tok/s, {self._errors} errors")
-        else:
-            total = "?" if self._total is None else self._total
-            line = f"{self._done}/{total} requests, {rate:.1f} tok/s, ETA {self._eta(now)}, {self._errors} errors"
-            print(line, file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        self._bar.close()
-
-    def _eta(self, now: float) -> str:
-        done = self._done - self._first
-        if self._total is None or not done:
-            return "?"
-        return str(tqdm.format_interval((now - self._started) / done * (self._total - self._done)))
-
-
 class Job:
     """Rank 0's view of a batch job.
 
     Parameters
     ----------
     files : JobFiles
+    stop_requested : callable
+        Whether the job should end early.
     """
 
-    def __init__(self, files: JobFiles) -> None:
+    def __init__(self, files: JobFiles, stop_requested: Callable[[], bool] = lambda: False) -> None:
         self.files = files
-        self._recorded: dict[int, str | None] = {}
+        self.stop_requested = stop_requested
+        self._input = files.input
+        self._total = 0
+        self._recorded: dict[int, Recorded] = {}
+        self._old_errors = 0
+        self._cut_short = False  # standard input did not come to its end
         self._too_many = False
 
     def check(self) -> None:
@@ -159,18 +120,41 @@ class Job:
         self.files.check()
         if self.files.resume:
             self._recorded = load_recorded(self.files.output)
-            self._check_same_input()
+            self._old_errors = sum(record.failed for record in self._recorded.values())
+        if self.files.input == STDIN:
+            self._spool()
+        self._total = count_requests(self._input) or 0
+        self._check_same_input()
+
+    def _spool(self) -> None:
+        """Copy standard input to a file beside the output, to be read more than once.
+
+        A slow producer would otherwise keep rank 0 from its main loop, and the other ranks would take it for dead.
+        """
+        folder = self.files.output.parent
+        self._spooled = tempfile.NamedTemporaryFile(prefix=".fastdecode-", suffix=".jsonl", dir=folder)  # noqa: SIM115
+        while not self.stop_requested():
+            if not select.select([sys.stdin.buffer], [], [], SPOOL_POLL_S)[0]:
+                continue
+            data = os.read(sys.stdin.fileno(), SPOOL_BYTES)
+            if not data:
+                break
+            self._spooled.write(data)
+        else:
+            self._cut_short = True
+        self._spooled.flush()
+        self._input = self._spooled.name
 
     def _check_same_input(self) -> None:
         """Refuse to go on with an output that belongs to another input."""
-        if self.files.input == STDIN:
+        if not self._recorded:
             return
         left = dict(self._recorded)
-        for item in read_requests(self.files.input, self.files.defaults):
-            if item.index in left and left.pop(item.index) != item.custom_id:
+        for item in read_requests(self._input, self.files.defaults):
+            if item.index in left and left.pop(item.index).custom_id != item.custom_id:
                 raise ConfigError(
                     f"the output {self.files.output} belongs to another input: its record {item.index} has custom_id "
-                    f"{self._recorded[item.index]!r}, line {item.line} of the input has {item.custom_id!r}"
+                    f"{self._recorded[item.index].custom_id!r}, line {item.line} of the input has {item.custom_id!r}"
                 )
         if left:
             raise ConfigError(
@@ -186,24 +170,24 @@ class Job:
         int
             The exit code.
         """
-        self.engine = engine
-        with _spooled(self.files.input) as self._input:
-            total = count_requests(self._input)
-            self._progress = ProgressLine(total, len(self._recorded))
-            try:
-                with RecordWriter(
-                    self.files.output, overwrite=self.files.overwrite, resume=self.files.resume
-                ) as self._writer:
-                    stats = self._run_reported() if self.files.report else self._run_requests(lambda times: None)
-            except BaseException:
-                write_status(self.files.status, {"state": STATE_OF_EXIT[EXIT_INTERNAL], "exit_code": EXIT_INTERNAL})
-                raise
-            finally:
-                self._progress.close()
+        self.engine, files = engine, self.files
+        self._progress = ProgressLine(self._total, len(self._recorded))
+        try:
+            with RecordWriter(files.output, overwrite=files.overwrite, resume=files.resume) as self._writer:
+                stats = self._run_reported() if files.report else self._run_requests(lambda times: None)
+        except BaseException as error:
+            self._tell_failure(error)
+            raise
+        finally:
+            self._progress.close()
         code = self._exit_code(stats)
-        self._check_complete(code, total)
         self._tell(stats, code)
         return code
+
+    def _tell_failure(self, error: BaseException) -> None:
+        code = EXIT_USAGE if isinstance(error, ConfigError) else EXIT_INTERNAL
+        with suppress(OSError):  # what went wrong first is what the user has to see
+            write_status(self.files.status, {"state": STATE_OF_EXIT[code], "exit_code": code, "reason": str(error)})
 
     def _run_reported(self) -> RunStats:
         from fastdecode_hpc.report import ReportWriter
@@ -267,19 +251,22 @@ class Job:
         self._writer.write_error(index, custom_id, code, message)
         self._progress.request(failed=True)
         limit = self.files.max_errors
-        self._too_many = limit is not None and self._writer.num_errors > limit
+        self._too_many = limit is not None and self._num_errors > limit
+
+    @property
+    def _num_errors(self) -> int:
+        """Error records in the output, those of the runs before included."""
+        return self._old_errors + self._writer.num_errors
 
     def _exit_code(self, stats: RunStats) -> int:
+        num_left = self._total - len(self._recorded) - self._writer.num_written
+        assert num_left >= 0, f"{-num_left} more records than requests"
         if self._too_many:
             return EXIT_TOO_MANY_ERRORS
-        if stats.stopped:
+        if self._cut_short or num_left:
+            assert self._cut_short or stats.stopped, f"{num_left} requests have no record"
             return EXIT_STOPPED
-        return EXIT_SOME_FAILED if self._writer.num_errors else EXIT_OK
-
-    def _check_complete(self, code: int, total: int | None) -> None:
-        written = len(self._recorded) + self._writer.num_written
-        if code in (EXIT_OK, EXIT_SOME_FAILED):
-            assert written == total, f"{written} records for {total} requests"
+        return EXIT_SOME_FAILED if self._num_errors else EXIT_OK
 
     def _tell(self, stats: RunStats, code: int) -> None:
         figures = {name: value for name, (value, _) in stats.summary(self.engine.t_load_s).items()}
@@ -297,75 +284,11 @@ class Job:
         )
 
 
-@contextmanager
-def _spooled(path: str) -> Iterator[str]:
-    """The input as a file that can be read twice; standard input is copied to a temporary one first.
-
-    A slow producer would otherwise keep rank 0 from its main loop, and the other ranks would take it for dead.
-    """
-    if path != STDIN:
-        yield path
-        return
-    with tempfile.NamedTemporaryFile(prefix="fastdecode-", suffix=".jsonl") as file:
-        shutil.copyfileobj(sys.stdin.buffer, file)
-        file.flush()
-        yield file.name
-
-
 def write_status(path: Path, status: dict[str, Any]) -> None:
     """Replace the status file in one step."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.write_text(json.dumps(status, indent=2) + "\n")
     partial.replace(path)
-
-
-def run_attributes(engine: Engine) -> dict[str, Any]:
-    """The report's root attributes: enough to know later what was run, where, and with what."""
-    ranks = [
-        {"rank": r.rank, "host": r.host, "role": r.role, "threads": r.threads, "cores": list(r.cores), "isa": r.isa,
-         "kv_bytes": r.kv_bytes, "start_s": r.start_s}
-        for r in engine.setup.ranks
-    ]  # fmt: skip
-    return {
-        "program_version": __version__,
-        "git_commit": _git_commit(),
-        "command": " ".join(sys.argv),
-        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "config": engine.run_config.as_dict(),
-        "model_config": _plain(engine.setup.model),
-        "model_path": str(engine.model_path),
-        "hostnames": sorted({r.host for r in engine.setup.ranks}),
-        "ranks": ranks,
-        "clock_errors_s": [error for _, error in engine.clocks],
-        "mpi_library": _mpi_library(engine),
-        "slurm": {name: value for name, value in os.environ.items() if name.startswith("SLURM_")},
-    }
-
-
-def _plain(model: Any) -> dict[str, Any]:
-    import dataclasses
-
-    return dataclasses.asdict(model)
-
-
-def _mpi_library(engine: Engine) -> str:
-    if engine.world is None:
-        return "none (one process)"
-    from fastdecode_hpc.transport.mpi import library_version
-
-    return library_version()
-
-
-def _git_commit() -> str:
-    """Commit of the source tree the program runs from; empty for an installed one."""
-    folder = Path(__file__).resolve().parent
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip()
 
 
 def _request_figures(completion: Completion) -> dict[str, float]:

@@ -21,7 +21,9 @@ NUM_STEPS = 25
 
 def make_ends(world, num_slots: int, dtype=np.float32, *, share_cores: bool = True, use_thread: bool = False):
     from fastdecode_hpc.transport.mpi import Progress
-    from fastdecode_hpc.transport.mpi_ends import MpiREnd, MpiSEnd, WireShape
+    from fastdecode_hpc.transport.mpi_comms import WireShape
+    from fastdecode_hpc.transport.mpi_r_end import MpiREnd
+    from fastdecode_hpc.transport.mpi_s_end import MpiSEnd
 
     shape = WireShape(NUM_LAYERS, num_slots, 12, QKV_SIZE, Q_SIZE, KV_SIZE, dtype)
     progress = Progress(share_cores=share_cores, use_thread=use_thread, watchdog_s=60)

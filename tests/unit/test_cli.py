@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import fastdecode_hpc
-from fastdecode_hpc import job
+from fastdecode_hpc import progress
 from fastdecode_hpc.cli import build_parser
 from fastdecode_hpc.config import RunConfig
 
@@ -48,8 +48,8 @@ class Clock:
 
 def test_progress_off_a_terminal_is_a_plain_line_every_ten_seconds(monkeypatch, capsys) -> None:
     clock = Clock()
-    monkeypatch.setattr(job, "time", clock)
-    line = job.ProgressLine(total=20, done=2)
+    monkeypatch.setattr(progress, "time", clock)
+    line = progress.ProgressLine(total=20, done=2)
     for second in range(1, 26):
         clock.now = float(second)
         line.token()

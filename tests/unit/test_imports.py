@@ -53,7 +53,7 @@ def modules_after(code: str) -> set[str]:
 
 def test_an_r_worker_loads_no_torch() -> None:
     loaded = modules_after(
-        "import fastdecode_hpc.engine, fastdecode_hpc.r_part.worker, fastdecode_hpc.transport.mpi_ends"
+        "import fastdecode_hpc.engine, fastdecode_hpc.r_part.worker, fastdecode_hpc.transport.mpi_r_end"
     )
     assert "mpi4py" in loaded
     assert not loaded & {"torch", "transformers", "h5py", "gguf", "safetensors"}

@@ -7,9 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastdecode_hpc.batch.records import RecordWriter, load_recorded
+from fastdecode_hpc.batch.records import Recorded, RecordWriter, load_recorded
 from fastdecode_hpc.config import ConfigError
 from fastdecode_hpc.sequence import Request, TokenLogprob
+
+
+def ids_in(path):
+    return {index: recorded.custom_id for index, recorded in load_recorded(path).items()}
 
 
 @pytest.fixture
@@ -93,19 +97,19 @@ def test_results_are_not_overwritten_by_accident(path):
 def test_an_empty_output_may_be_used(path):
     path.touch()
     write_some(path, [0])
-    assert load_recorded(path) == {0: "id0"}
+    assert ids_in(path) == {0: "id0"}
 
 
 def test_overwrite_starts_anew(path):
     write_some(path, [0, 1])
     write_some(path, [5], overwrite=True)
-    assert load_recorded(path) == {5: "id5"}
+    assert ids_in(path) == {5: "id5"}
 
 
 def test_resume_appends(path):
     write_some(path, [0, 1], resume=True)  # a first run may be started like a resumed one
     write_some(path, [2], resume=True)
-    assert load_recorded(path) == {0: "id0", 1: "id1", 2: "id2"}
+    assert ids_in(path) == {0: "id0", 1: "id1", 2: "id2"}
     with pytest.raises(ConfigError, match="contradict"):
         RecordWriter(path, resume=True, overwrite=True)
 
@@ -120,15 +124,15 @@ def test_output_that_cannot_be_opened(tmp_path):
 
 
 def test_nothing_is_recorded_in_a_missing_or_empty_file(path):
-    assert load_recorded(path) == {}
+    assert ids_in(path) == {}
     path.touch()
-    assert load_recorded(path) == {}
+    assert ids_in(path) == {}
 
 
 def test_error_records_count_as_recorded(path):
     with RecordWriter(path) as writer:
         writer.write_error(4, None, "bad", "why")
-    assert load_recorded(path) == {4: None}
+    assert ids_in(path) == {4: None}
 
 
 def test_a_file_cut_at_any_byte_can_be_resumed(path):
@@ -137,7 +141,7 @@ def test_a_file_cut_at_any_byte_can_be_resumed(path):
     first = data.index(b"\n") + 1
     for size in range(len(data)):
         path.write_bytes(data[:size])
-        assert load_recorded(path) == ({0: "id0"} if size >= first else {})
+        assert ids_in(path) == ({0: "id0"} if size >= first else {})
         assert path.stat().st_size == (first if size >= first else 0)
     write_some(path, [1], resume=True)
     assert path.read_bytes() == data
@@ -148,7 +152,7 @@ def test_other_torn_ends_are_cut_off(path, tail):
     write_some(path, [0])
     data = path.read_bytes()
     path.write_bytes(data + tail)
-    assert load_recorded(path) == {0: "id0"}
+    assert ids_in(path) == {0: "id0"}
     assert path.read_bytes() == data
 
 
@@ -199,7 +203,17 @@ def test_what_is_written_reads_back(tmp_path_factory, ids, text, value):
         for index, custom_id in enumerate(ids):
             complete(writer, index, custom_id, text=text, logprobs=[TokenLogprob(1, value)])
     records = read_lines(path)
-    assert load_recorded(path) == {record["index"]: record["custom_id"] for record in records}
+    assert ids_in(path) == {record["index"]: record["custom_id"] for record in records}
     for record, custom_id in zip(records, ids, strict=True):
         assert (record["custom_id"] is None) == (custom_id is None)
         assert record["text"] == text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def test_failures_are_known_again(tmp_path):
+    path = tmp_path / "out.jsonl"
+    with RecordWriter(path) as writer:
+        writer.write_error(3, "a", "code", "message")
+        writer.write_completion(
+            Request(4, None, "x"), text="", token_ids=[], finish_reason="stop", prompt_tokens=1, output_tokens=1
+        )
+    assert load_recorded(path) == {3: Recorded("a", True), 4: Recorded(None, False)}

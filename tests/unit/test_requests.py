@@ -157,7 +157,7 @@ def test_batch_line_without_url_is_told_by_its_body(tmp_path):
         ('{"prompt": "x", "temperature": NaN}', "invalid_json", "NaN"),
         ('{"prompt": "x", "temperature": -Infinity}', "invalid_json", "-Infinity"),
         ('{"prompt": "x", "temperature": 1e999}', "invalid_field", "temperature is inf"),
-        ('{"prompt": "x", "temperature": 1%s}' % ("0" * 400), "invalid_field", "too large"),
+        ('{"prompt": "x", "temperature": 1%s}' % ("0" * 400), "invalid_field", "at most 100"),
         ('{"prompt": "x", "prompt": "y"}', "duplicate_key", "'prompt'"),
         ('{"messages": [{"role": "user", "role": "system", "content": "x"}]}', "duplicate_key", "'role'"),
         ("null", "not_an_object", "null"),

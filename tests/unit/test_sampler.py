@@ -125,4 +125,5 @@ def test_logprobs_are_those_of_the_plain_distribution() -> None:
 
 def test_tiny_temperature_is_greedy_and_does_not_overflow() -> None:
     logits = random_logits(1) * 100
-    assert sample(logits.clone(), [make_seq(temperature=1e-6)])[0].token == int(logits.argmax())
+    for temperature in (1e-6, 1e-46, 5e-324):
+        assert sample(logits.clone(), [make_seq(temperature=temperature)])[0].token == int(logits.argmax())

@@ -30,3 +30,10 @@ def test_large_values_saturate_and_are_counted_but_infinity_and_nan_stay() -> No
     assert np.isnan(rows[0, 3])
     assert rows[0, 4:].tolist() == [65504.0, 1.0]
     assert cast.num_saturated == 2
+
+
+def test_a_bf16_s_part_saturates_at_the_wire_types_limit() -> None:
+    cast = WireCast("fp16", CPU)
+    values = torch.tensor([[65280.0, 65536.0, -1e6]], dtype=torch.bfloat16)
+    assert cast.to_rows(values)[0].tolist() == [65280.0, 65504.0, -65504.0]
+    assert cast.num_saturated == 2

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from fastdecode_hpc.config import ConfigError
 from fastdecode_hpc.sequence import Request, TokenLogprob
@@ -129,8 +129,15 @@ def encode_record(record: dict[str, Any]) -> bytes:
         return f"{line}\n".encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
 
 
-def load_recorded(path: str | Path) -> dict[int, str | None]:
-    """Return index and `custom_id` of every record in an output file, and make it ready to be resumed.
+class Recorded(NamedTuple):
+    """What a resumed run needs to know of a record."""
+
+    custom_id: str | None
+    failed: bool
+
+
+def load_recorded(path: str | Path) -> dict[int, Recorded]:
+    """Return every record of an output file by its index, and make the file ready to be resumed.
 
     A last line that was cut off while it was written is removed from the file. A missing file holds no records.
 
@@ -140,7 +147,7 @@ def load_recorded(path: str | Path) -> dict[int, str | None]:
         With the line's number, when a line is no record or repeats one.
     """
     path = Path(path)
-    recorded: dict[int, str | None] = {}
+    recorded: dict[int, Recorded] = {}
     torn_at: tuple[int, int] | None = None  # number and offset of a line that may be torn, if it is the last
     offset = 0
     for number, line in enumerate(_lines_of(path), start=1):
@@ -197,13 +204,13 @@ def _check_is_ours(line: bytes, number: int, path: Path) -> None:
         raise ConfigError(f"line {number} of {path} is no record of this program; name another output")
 
 
-def _add_record(record: Any, recorded: dict[int, str | None], number: int, path: Path) -> None:
+def _add_record(record: Any, recorded: dict[int, Recorded], number: int, path: Path) -> None:
     index = record.get("index") if isinstance(record, dict) else None
     if not isinstance(index, int) or isinstance(index, bool) or not ("text" in record or "error" in record):
         raise ConfigError(f"line {number} of {path} is no record of this program; name another output")
     if index in recorded:
         raise ConfigError(f"line {number} of {path} repeats the record with index {index}; remove one of them")
-    recorded[index] = record.get("custom_id")
+    recorded[index] = Recorded(record.get("custom_id"), "error" in record)
 
 
 def _logprob_fields(item: TokenLogprob) -> dict[str, Any]:

@@ -106,9 +106,11 @@ class RWorker:
         self._release(plan.finished)
         self.transport.wait_prefill(plan.new)
         self.transport.expect(plan.segments)
+        started = time.perf_counter()
         mine = plan.owners == self.transport.rank
         seq_ids, positions = plan.seq_ids[mine], plan.positions[mine]
         for seq_id, position in zip(seq_ids.tolist(), positions.tolist(), strict=True):
+            self._know(seq_id, position)
             self.partition.reserve(seq_id, position + 1)
             self.partition.drop_unreachable(seq_id, position)
         self._work[slot] = (
@@ -116,6 +118,7 @@ class RWorker:
             if len(seq_ids)
             else None
         )
+        self._t_r_part[slot] += time.perf_counter() - started
 
     def end_step(self, slot: int) -> None:
         """Tell rank 0 how the step went."""
@@ -136,11 +139,15 @@ class RWorker:
         """Put arrived prompt K/V into the cache; `rows` are ``[k|v]`` of all segments, in order."""
         borders = np.cumsum([segment.num_tokens for segment in segments])[:-1]
         for segment, part in zip(segments, np.split(rows, borders), strict=True):
-            if segment.seq_id not in self._known:
-                self._known.add(segment.seq_id)
-                self.partition.add(segment.seq_id, segment.start)
+            self._know(segment.seq_id, segment.start)
             self.partition.reserve(segment.seq_id, segment.start + segment.num_tokens)
             self.partition.write_prefill(segment.layer, segment.seq_id, segment.start, part, self.wire_dtype)
+
+    def _know(self, seq_id: int, start: int) -> None:
+        """Open the sequence's block tables when it is first met: with prompt K/V, or (window of 1) without any."""
+        if seq_id not in self._known:
+            self._known.add(seq_id)
+            self.partition.add(seq_id, start)
 
     def clear(self) -> None:
         """Free all that is left: what ended with the last step, or was abandoned by an early stop."""

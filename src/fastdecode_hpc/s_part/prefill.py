@@ -185,6 +185,8 @@ class Prefill:
         group = self._groups[unit.layer]
         segments = []
         for seq, start, stop in unit.pieces:
+            if seq.max_new_tokens == 1:  # ends with its prefill
+                continue
             start = max(start, group.first_needed(seq.prompt_len))
             if start < stop:
                 segments.append(Segment(unit.number, seq.seq_id, seq.owner, unit.layer, start, stop - start))

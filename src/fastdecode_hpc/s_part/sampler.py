@@ -13,6 +13,8 @@ import torch
 
 from fastdecode_hpc.sequence import Sequence, TokenLogprob
 
+MIN_TEMPERATURE = 1e-6  # below it only the most likely token has any mass in float32
+
 
 class Sampled(NamedTuple):
     """Result for one row."""
@@ -44,10 +46,10 @@ def sample(logits: torch.Tensor, seqs: list[Sequence]) -> list[Sampled]:
 
 
 def _sample(logits: torch.Tensor, seqs: list[Sequence]) -> list[Sampled]:
-    finite = torch.isfinite(logits).all(dim=-1).tolist()
     for row, seq in enumerate(seqs):
         if seq.params.repetition_penalty != 1.0:
             _penalise(logits[row], seq)
+    finite = torch.isfinite(logits).all(dim=-1).tolist()
     tokens = logits.argmax(dim=-1)
     drawn = [row for row, seq in enumerate(seqs) if not seq.params.is_greedy and finite[row]]
     if drawn:
@@ -69,7 +71,7 @@ def _penalise(logits: torch.Tensor, seq: Sequence) -> None:
 def _draw(logits: torch.Tensor, seqs: list[Sequence]) -> torch.Tensor:
     """Sample one token a row by inverting its distribution function at the row's random number."""
     device = logits.device
-    temperature = torch.tensor([[seq.params.temperature] for seq in seqs], device=device)
+    temperature = torch.tensor([[max(seq.params.temperature, MIN_TEMPERATURE)] for seq in seqs], device=device)
     # The largest logit is taken off first: a tiny temperature then can't overflow.
     scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
     probs = _filter(scaled, seqs)

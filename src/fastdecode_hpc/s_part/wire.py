@@ -69,6 +69,8 @@ class WireCast:
         """Convert; finite values beyond the wire type's range become its largest, infinity and NaN stay."""
         if values.dtype == self.dtype or self._max >= torch.finfo(values.dtype).max:
             return values.to(self.dtype)
+        if values.dtype == torch.bfloat16:
+            values = values.float()  # bf16 can't hold fp16's largest value: it would compare and clamp to 65536
         too_large = (values.abs() > self._max) & values.isfinite()
         self._saturated += too_large.sum()
         return torch.where(too_large, values.clamp(-self._max, self._max), values).to(self.dtype)

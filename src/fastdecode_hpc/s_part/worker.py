@@ -21,6 +21,8 @@ from fastdecode_hpc.sequence import MiniBatch, Sequence
 from fastdecode_hpc.timing import RankTimes, StepTimes, Stopwatch
 from fastdecode_hpc.transport.base import PlanKind, Rows, SEnd, StepPlan
 
+SAMPLE_ROWS = 128
+
 # Called with each new token; True ends the sequence (a stop string is complete).
 OnToken = Callable[[Sequence, int], bool]
 
@@ -37,7 +39,7 @@ class SlotState:
     times: StepTimes | None = None
     s_part: Stopwatch = field(default_factory=Stopwatch)
     prefill: Stopwatch = field(default_factory=Stopwatch)
-    wait: Stopwatch = field(default_factory=Stopwatch)
+    t_wait: float = 0.0
 
 
 class SWorker:
@@ -108,13 +110,12 @@ class SWorker:
     def _walk(self) -> None:
         self._started_s = time.perf_counter()
         for stage in pipeline(self.s_part.config.num_layers, len(self._slots)):
-            state = self._slots[stage.slot]
-            with state.wait.running():
-                out = self.transport.wait_out(stage.slot)
-            self.advance(stage, out)
+            state, waited = self._slots[stage.slot], self.transport.t_wait
+            self.advance(stage, self.transport.wait_out(stage.slot))
             if all(slot.plan is not None and slot.plan.kind is PlanKind.STOP for slot in self._slots):
                 break
             self._run_prefill(stage)
+            state.t_wait += self.transport.t_wait - waited
 
     def advance(self, stage: Stage, out: Rows | None) -> None:
         """Take a mini-batch from one attention to the next: post[i-1] pre[i].
@@ -146,7 +147,7 @@ class SWorker:
         if out is not None:
             with state.s_part.running():
                 hidden = self._post_attention(self.s_part.config.num_layers - 1, state, out)
-                sampled = sample(self.s_part.logits(hidden), state.batch.seqs)
+                sampled = self._sample(hidden, state.batch.seqs)
             for seq, result in zip(state.batch.seqs, sampled, strict=True):
                 self._take_token(seq, result)
             self._drop_finished(state)
@@ -175,8 +176,8 @@ class SWorker:
         state.batch.seqs += joiners
         state.batch.sort()
         num_layers = self.s_part.config.num_layers
-        budget = self.max_prefill_tokens * num_layers // len(self._slots)
-        segments, listed = self.prefill.list_units(budget, self.admission.admit)
+        budget = max(1, self.max_prefill_tokens * num_layers // len(self._slots))
+        segments, listed = self.prefill.list_units(budget, self._admit)
         seqs = state.batch.seqs
         plan = StepPlan(
             PlanKind.RUN if seqs else PlanKind.EMPTY,
@@ -191,12 +192,22 @@ class SWorker:
         state.times = StepTimes(
             stage.step,
             stage.slot,
-            time.perf_counter() - self._started_s,
+            self._now(),
             num_rows=len(seqs),
             load_tokens=self._load(seqs),
             prefill_tokens=listed // num_layers,
         )
         return plan
+
+    def _admit(self) -> Sequence | None:
+        seq = self.admission.admit()
+        if seq is not None:
+            seq.t_admitted_s = self._now()
+        return seq
+
+    def _now(self) -> float:
+        """Seconds since the run's start."""
+        return time.perf_counter() - self._started_s
 
     def _embed(self, state: SlotState) -> None:
         assert state.plan is not None
@@ -204,6 +215,14 @@ class SWorker:
         tokens = torch.tensor([seq.output_ids[-1] for seq in state.batch.seqs], device=device)
         state.positions = torch.from_numpy(state.plan.positions).to(device)
         state.hidden = self.s_part.embed(tokens)
+
+    def _sample(self, hidden: torch.Tensor, seqs: list[Sequence]) -> list[Sampled]:
+        """Next token of every row; in blocks, as logits of a large vocabulary take much memory."""
+        results: list[Sampled] = []
+        for first in range(0, len(seqs), SAMPLE_ROWS):
+            rows = slice(first, first + SAMPLE_ROWS)
+            results += sample(self.s_part.logits(hidden[rows]), seqs[rows])
+        return results
 
     def _take_token(self, seq: Sequence, result: Sampled) -> None:
         """Append a token and see whether it is the last."""
@@ -215,7 +234,7 @@ class SWorker:
         if result.logprob is not None:
             seq.logprobs.append(result.logprob)
         if len(seq.output_ids) == 1:
-            seq.t_first_token_s = time.perf_counter()
+            seq.t_first_token_s = self._now()
         if self.on_token(seq, token) or (token in self.eos_token_ids and not seq.params.ignore_eos):
             seq.finish_reason = "stop"
         elif len(seq.output_ids) >= seq.max_new_tokens:
@@ -229,7 +248,7 @@ class SWorker:
 
     def _finish(self, seq: Sequence) -> None:
         """A sequence has ended; its place is given on with the next plan, which frees its KV."""
-        seq.t_finished_s = time.perf_counter()
+        seq.t_finished_s = self._now()
         self._finished.append(seq)
         self.on_finished(seq)
 
@@ -253,13 +272,12 @@ class SWorker:
     def _run_units(self, state: SlotState, num_units: int) -> None:
         if not num_units:
             return
+        waited = self.transport.t_wait
         with state.prefill.running():
             done = self.prefill.run(num_units)
-            if not done:
-                return
-            hidden = torch.stack([last for _, last in done])
             seqs = [seq for seq, _ in done]
-            sampled = sample(self.s_part.logits(hidden), seqs)
+            sampled = self._sample(torch.stack([last for _, last in done]), seqs) if done else []
+        state.prefill.total_s -= self.transport.t_wait - waited  # too much prompt K/V was under way
         for seq, result in zip(seqs, sampled, strict=True):
             self._take_token(seq, result)
             if seq.is_finished:
@@ -269,8 +287,7 @@ class SWorker:
 
     def _record_step(self, state: SlotState) -> None:
         """Complete the times of the step that ends here with what the R-workers report."""
-        with state.wait.running():
-            reports = self.transport.wait_reports(state.batch.slot)
+        reports = self.transport.wait_reports(state.batch.slot)
         if any(report.stop_request for report in reports.values()):
             self.stopping = True
             self.admission.close()
@@ -278,8 +295,8 @@ class SWorker:
             return
         times, state.times = state.times, None
         times.t_s_part, times.t_prefill = state.s_part.take(), state.prefill.take()
-        times.t_wait, times.t_transport = state.wait.take(), self.transport.transport_time(state.batch.slot)
-        times.t_end = time.perf_counter() - self._started_s
+        times.t_wait, times.t_transport = state.t_wait, self.transport.transport_time(state.batch.slot)
+        state.t_wait, times.t_end = 0.0, self._now()
         times.ranks = {
             rank: RankTimes(report.t_r_part, report.t_wait, report.free_blocks) for rank, report in reports.items()
         }

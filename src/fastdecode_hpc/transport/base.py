@@ -167,6 +167,10 @@ class SEnd(Protocol):
     def wait_reports(self, slot: int) -> dict[int, StepReport]:
         """Reports of the slot's last step by rank, times on the S-worker's clock; empty before the first."""
 
+    @property
+    def t_wait(self) -> float:
+        """Seconds spent waiting for other ranks so far."""
+
     def transport_time(self, slot: int) -> float:
         """Seconds that the messages of the slot's last reported step were under way (`t_transport`)."""
 

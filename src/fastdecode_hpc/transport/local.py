@@ -36,6 +36,7 @@ class LocalSEnd:
     """The S-worker's end; its waits run the R-worker."""
 
     size = 1
+    t_wait = 0.0  # driving the R-worker is no waiting
 
     def __init__(self, mailbox: _Mailbox) -> None:
         self._box = mailbox

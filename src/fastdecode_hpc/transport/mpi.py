@@ -108,8 +108,15 @@ class World:
         _poll(self.comm.Igatherv(blob, [buffer, lengths, displs, MPI.BYTE], root=S_RANK))
         return [pickle.loads(part.tobytes()) for part in np.split(buffer, displs[1:])]
 
-    def barrier(self) -> None:
-        _poll(self.comm.Ibarrier())
+    def barrier(self, timeout_s: float | None = None) -> None:
+        """Wait for all ranks; a `WatchdogError` after `timeout_s`."""
+        _poll(self.comm.Ibarrier(), timeout_s)
+
+    def duplicate(self) -> MPI.Intracomm:
+        """A communicator of its own with the same ranks; collective."""
+        comm, request = self.comm.Idup()
+        _poll(request)
+        return comm
 
     def align_clocks(self, rounds: int = 20) -> list[tuple[float, float]] | None:
         """Offset of every rank's clock to the S-worker's, and how far it may be off, in seconds.
@@ -151,12 +158,15 @@ class World:
         MPI.Finalize()
 
 
-def _poll(request: MPI.Request) -> None:
+def _poll(request: MPI.Request, timeout_s: float | None = None) -> None:
     for _ in range(SPIN_POLLS):
         if request.Test():
             return
+    started = time.monotonic()
     while not request.Test():
         time.sleep(1e-3)
+        if timeout_s is not None and time.monotonic() - started > timeout_s:
+            raise WatchdogError(f"waited {timeout_s:g} s for all ranks to come to the end of the run")
 
 
 class Pending:

@@ -1,0 +1,70 @@
+"""What a run gives back: a completion for each request, totals, and the hooks through which it tells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from fastdecode_hpc.sequence import Request, TokenLogprob
+from fastdecode_hpc.timing import StepTimes
+
+
+@dataclass(slots=True)
+class Completion:
+    """What came of one request; `error` is its code and message where nothing usable did."""
+
+    request: Request
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    prompt_tokens: int = 0
+    logprobs: list[TokenLogprob] | None = None
+    notes: list[str] = field(default_factory=list)
+    error: tuple[str, str] | None = None
+    t_admitted_s: float = 0.0
+    t_first_token_s: float = 0.0
+    t_finished_s: float = 0.0
+
+
+@dataclass(slots=True)
+class RunStats:
+    """Totals of one run at rank 0. Only real tokens count: prompts as tokenised, tokens that were kept."""
+
+    num_requests: int = 0
+    num_errors: int = 0
+    prompt_tokens: int = 0  # of requests that were prefilled
+    output_tokens: int = 0
+    decode_tokens: int = 0  # output tokens that came out of decode steps: all but each sequence's first
+    t_tokenise_s: float = 0.0
+    t_prefill_s: float = 0.0
+    t_run_s: float = 0.0
+    num_saturated: int = 0
+    stopped: bool = False
+
+    def summary(self, load_s: float) -> dict[str, tuple[float, str]]:
+        """Figures by name, each with its unit."""
+        decode_s = max(self.t_run_s - self.t_prefill_s - self.t_tokenise_s, 1e-9)
+        return {
+            "load_time": (load_s, "s"),
+            "tokenise_time": (self.t_tokenise_s, "s"),
+            "prefill_time": (self.t_prefill_s, "s"),
+            "run_time": (self.t_run_s, "s"),
+            "num_requests": (self.num_requests, "1"),
+            "num_errors": (self.num_errors, "1"),
+            "prompt_tokens": (self.prompt_tokens, "tokens"),
+            "output_tokens": (self.output_tokens, "tokens"),
+            "prefill_tokens_per_s": (self.prompt_tokens / max(self.t_prefill_s, 1e-9), "tokens/s"),
+            "decode_tokens_per_s": (self.decode_tokens / decode_s, "tokens/s"),
+            "end_to_end_tokens_per_s": (self.output_tokens / max(self.t_run_s, 1e-9), "tokens/s"),
+            "num_saturated": (self.num_saturated, "1"),
+        }
+
+
+@dataclass(slots=True)
+class Hooks:
+    """What a run tells its caller, on rank 0."""
+
+    on_completion: Callable[[Completion], None]
+    on_token: Callable[[], None] = lambda: None
+    on_step: Callable[[StepTimes], None] = lambda times: None
+    stop_requested: Callable[[], bool] = lambda: False

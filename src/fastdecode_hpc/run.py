@@ -1,0 +1,158 @@
+"""One run on rank 0: requests in, completions out, around an `SWorker`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+from fastdecode_hpc.config import RunConfig
+from fastdecode_hpc.intake import Accepted, Intake, RequestFailure
+from fastdecode_hpc.results import Completion, Hooks, RunStats
+from fastdecode_hpc.s_part.model import SPart
+from fastdecode_hpc.s_part.prefill import Prefill
+from fastdecode_hpc.s_part.wire import WireCast
+from fastdecode_hpc.s_part.worker import SWorker
+from fastdecode_hpc.schedule.admission import Admission
+from fastdecode_hpc.schedule.placement import Placement
+from fastdecode_hpc.sequence import Request, Sequence
+from fastdecode_hpc.startup import Setup
+from fastdecode_hpc.timing import StepTimes
+from fastdecode_hpc.tokenizer import TextStream, Tokenizer
+from fastdecode_hpc.transport.base import SEnd
+
+
+class Run:
+    """Feeds an `SWorker` with the sequences of requests, and turns what ends into completions.
+
+    Parameters
+    ----------
+    setup : Setup
+    config : RunConfig
+    s_part : SPart
+    tokenizer : Tokenizer or None
+        None takes prompts of token ids only, and gives no text.
+    hooks : Hooks
+    stop_requested : callable
+        Whether this process has been asked to end early.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        config: RunConfig,
+        s_part: SPart,
+        tokenizer: Tokenizer | None,
+        hooks: Hooks,
+        stop_requested: Callable[[], bool],
+    ) -> None:
+        self.setup, self.config, self.s_part = setup, config, s_part
+        self.tokenizer, self.hooks, self.stop_requested = tokenizer, hooks, stop_requested
+        self.stats = RunStats()
+        self._accepted: dict[int, Accepted] = {}  # by seq_id
+        self._streams: dict[int, TextStream] = {}  # by seq_id, where there are stop strings
+        self._placement = Placement(setup.layout, {rank: setup.ranks[rank].num_blocks for rank in setup.owners})
+        self._intake = Intake(
+            tokenizer,
+            self._placement,
+            vocab_size=setup.model.vocab_size,
+            max_context_len=setup.max_context_len,
+            seed=config.seed,
+        )
+
+    def run(self, requests: Iterator[Request], transport: SEnd) -> RunStats:
+        """Run all requests, over a transport that is closed at the end."""
+        started = time.perf_counter()
+        cast = WireCast(self.config.wire_dtype, self.s_part.device)
+        worker = self._make_worker(requests, transport, cast)
+        worker.run()
+        self.stats.t_run_s = time.perf_counter() - started
+        self.stats.num_saturated = cast.num_saturated
+        self.stats.stopped = worker.stopping
+        return self.stats
+
+    def _make_worker(self, requests: Iterator[Request], transport: SEnd, cast: WireCast) -> SWorker:
+        config, layout = self.config, self.setup.layout
+        admission = Admission(
+            self._placement,
+            self._sequences(requests),
+            max_batch_size=config.max_batch_size,
+            num_slots=config.num_slots,
+        )
+        prefill = Prefill(
+            self.s_part,
+            transport,
+            layout,
+            cast,
+            chunk_tokens=config.prefill_chunk_tokens,
+            max_batch_tokens=config.max_prefill_tokens,
+        )
+        eos = () if self.tokenizer is None else self.tokenizer.eos_token_ids
+        return SWorker(
+            self.s_part,
+            transport,
+            admission,
+            prefill,
+            cast,
+            layout,
+            eos_token_ids={*self.setup.model.eos_token_ids, *eos},
+            max_prefill_tokens=config.max_prefill_tokens,
+            on_token=self._on_token,
+            on_finished=self._on_finished,
+            on_step=self._on_step,
+            stop_requested=lambda: self.stop_requested() or self.hooks.stop_requested(),
+        )
+
+    def _sequences(self, requests: Iterator[Request]) -> Iterator[Sequence]:
+        """Sequences of the requests that can run; the others are completed with their error at once."""
+        for request in requests:
+            self.stats.num_requests += 1
+            started = time.perf_counter()
+            try:
+                accepted = self._intake.accept(request)
+            except RequestFailure as failure:
+                self._complete(Completion(request, error=(failure.code, str(failure))))
+                continue
+            finally:
+                self.stats.t_tokenise_s += time.perf_counter() - started
+            self._accepted[accepted.seq.seq_id] = accepted
+            if request.params.stop and self.tokenizer is not None:
+                self._streams[accepted.seq.seq_id] = self.tokenizer.stream(request.params.stop)
+            yield accepted.seq
+
+    def _on_token(self, seq: Sequence, token: int) -> bool:
+        self.stats.output_tokens += 1
+        self.stats.decode_tokens += len(seq.output_ids) > 1
+        self.hooks.on_token()
+        stream = self._streams.get(seq.seq_id)
+        return stream is not None and stream.push(token)
+
+    def _on_finished(self, seq: Sequence) -> None:
+        accepted, stream = self._accepted.pop(seq.seq_id), self._streams.pop(seq.seq_id, None)
+        self.stats.prompt_tokens += seq.prompt_len
+        completion = Completion(
+            accepted.request,
+            text=self._text_of(seq, stream),
+            token_ids=seq.output_ids,
+            finish_reason=seq.finish_reason,
+            prompt_tokens=seq.prompt_len,
+            logprobs=seq.logprobs if seq.params.logprobs is not None else None,
+            notes=accepted.notes,
+            error=("non_finite_logits", seq.error) if seq.error is not None else None,
+            t_admitted_s=seq.t_admitted_s,
+            t_first_token_s=seq.t_first_token_s,
+            t_finished_s=seq.t_finished_s,
+        )
+        self._complete(completion)
+
+    def _text_of(self, seq: Sequence, stream: TextStream | None) -> str:
+        if stream is not None:
+            return stream.text
+        return self.tokenizer.decode(seq.output_ids) if self.tokenizer is not None else ""
+
+    def _complete(self, completion: Completion) -> None:
+        self.stats.num_errors += completion.error is not None
+        self.hooks.on_completion(completion)
+
+    def _on_step(self, times: StepTimes) -> None:
+        self.stats.t_prefill_s += times.t_prefill
+        self.hooks.on_step(times)

@@ -1,0 +1,177 @@
+"""The S-worker's end of `transport.base` over MPI non-blocking collectives (see `transport.mpi_comms`)."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from fastdecode_hpc.schedule.placement import row_counts
+from fastdecode_hpc.transport.base import (
+    Ints,
+    PlanKind,
+    Rows,
+    Segment,
+    StepPlan,
+    StepReport,
+    decode_report,
+    report_words,
+)
+from fastdecode_hpc.transport.mpi import MPI, S_RANK, Pending, Progress, World
+from fastdecode_hpc.transport.mpi_comms import Comms, WireShape
+
+MAX_KV_UNDER_WAY = 256 << 20  # bytes of prompt K/V that may be in flight
+
+
+def displacements(counts: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """MPI's displacements of contiguous counts."""
+    return np.concatenate([[0], np.cumsum(counts)[:-1]]).astype(np.int32)
+
+
+@dataclass(slots=True)
+class _SSlot:
+    """The S-worker's buffers and messages of one slot."""
+
+    qkv: Rows
+    out: Rows
+    counts: npt.NDArray[np.int32]
+    displs: npt.NDArray[np.int32]
+    reports: npt.NDArray[np.float64]  # [size, report_words]
+    num_rows: int = 0
+    plan_sent: list[Pending] = field(default_factory=list)
+    scatter: Pending | None = None
+    gather: Pending | None = None
+    awaited: bool = False  # rows are out and not back
+    report: Pending | None = None
+    t_posted: list[float] = field(default_factory=list)  # of each layer's scatter
+    t_back: list[float] = field(default_factory=list)  # of each layer's gather
+    t_transport: float = 0.0
+
+
+class MpiSEnd:
+    """The S-worker's end (`transport.base.SEnd`)."""
+
+    def __init__(self, world: World, shape: WireShape, progress: Progress, clocks: list[tuple[float, float]]) -> None:
+        self.size = world.size
+        self.shape = shape
+        self.progress = progress
+        self._world = world
+        self._comms = Comms(world, shape)
+        self._offsets = [offset for offset, _ in clocks]
+        self._slots: dict[int, _SSlot] = {}
+        self._kv_sends: deque[tuple[Pending, int]] = deque()
+        self._kv_bytes = 0
+
+    def bind(self, slot: int, qkv: Rows, out: Rows) -> None:
+        counts = np.zeros(self.size, np.int32)
+        reports = np.zeros((self.size, report_words(self.shape.num_layers)))
+        self._slots[slot] = _SSlot(qkv, out, counts, counts.copy(), reports)
+
+    def send_plan(self, slot: int, plan: StepPlan) -> None:
+        state, comm = self._slots[slot], self._comms.slots[slot]
+        self.progress.armed = True
+        for pending in state.plan_sent:
+            self.progress.wait(pending)
+        messages = [plan.header()] + ([payload] if len(payload := plan.payload()) else [])
+        state.plan_sent = [self._post_bcast(comm, message) for message in messages]
+        state.num_rows = plan.num_rows
+        state.counts[:] = row_counts(plan.owners.tolist(), self.size)
+        state.displs[:] = displacements(state.counts)
+        state.t_posted, state.t_back = [], []
+        if plan.kind is not PlanKind.STOP:
+            mine, reports = state.reports[S_RANK], state.reports
+            state.report = self.progress.post(
+                lambda: self._comms.reports.Igather(MPI.IN_PLACE, reports, root=S_RANK), mine
+            )
+
+    def _post_bcast(self, comm: MPI.Intracomm, message: Ints) -> Pending:
+        return self.progress.post(lambda: comm.Ibcast(message, root=S_RANK), message)
+
+    def scatter_qkv(self, slot: int, ready: Callable[[], bool]) -> None:
+        state, comm, types = self._slots[slot], self._comms.slots[slot], self._comms
+        state.awaited, state.gather = True, None
+
+        def start() -> None:
+            state.t_posted.append(time.perf_counter())
+            send = [state.qkv, state.counts, state.displs, types.qkv_type]
+            state.scatter = self.progress.post(lambda: comm.Iscatterv(send, MPI.IN_PLACE, root=S_RANK), send)
+            receive = [state.out, state.counts, state.displs, types.out_type]
+            state.gather = self.progress.post(lambda: comm.Igatherv(MPI.IN_PLACE, receive, root=S_RANK), receive)
+
+        self.progress.post_when(ready, start)
+
+    def wait_out(self, slot: int) -> Rows | None:
+        state = self._slots[slot]
+        if not state.awaited:
+            return None
+        self.progress.wait_until(
+            lambda: state.gather is not None and state.gather.t_done is not None, f"attention output of slot {slot}"
+        )
+        self.progress.wait(state.scatter)
+        assert state.gather is not None and state.gather.t_done is not None
+        state.t_back.append(state.gather.t_done)
+        state.awaited = False
+        return state.out[: state.num_rows]
+
+    def send_kv(self, segments: list[Segment], rows: Rows) -> None:
+        owner, kv_type = segments[0].owner, self._comms.kv_type
+        pending = self.progress.post(
+            lambda: self._comms.prefill.Isend([rows, len(rows), kv_type], dest=owner), rows, segments
+        )
+        self._kv_sends.append((pending, rows.nbytes))
+        self._kv_bytes += rows.nbytes
+        self._retire_kv(MAX_KV_UNDER_WAY)
+
+    def _retire_kv(self, limit: int) -> None:
+        """Forget what has arrived, and wait while more than `limit` bytes are under way."""
+        while self._kv_sends and (self._kv_bytes > limit or self._kv_sends[0][0].t_done is not None):
+            pending, nbytes = self._kv_sends.popleft()
+            self.progress.wait(pending)
+            self._kv_bytes -= nbytes
+
+    def wait_reports(self, slot: int) -> dict[int, StepReport]:
+        state = self._slots[slot]
+        if state.report is None:
+            return {}
+        self.progress.wait(state.report)
+        state.report = None
+        reports = {rank: decode_report(state.reports[rank]) for rank in range(1, self.size)}
+        for rank, report in reports.items():
+            report.t_arrived -= self._offsets[rank]
+            report.t_posted -= self._offsets[rank]
+        state.t_transport = _transport_time(state, reports)
+        return reports
+
+    def transport_time(self, slot: int) -> float:
+        return self._slots[slot].t_transport
+
+    @property
+    def t_wait(self) -> float:
+        return self.progress.t_wait
+
+    def poke(self) -> None:
+        self.progress.poke()
+
+    def close(self) -> None:
+        self._retire_kv(-1)
+        for state in self._slots.values():
+            for pending in (*state.plan_sent, state.report):
+                self.progress.wait(pending)
+        self.progress.stop()
+        self._world.barrier(self.progress.watchdog_s)
+        self._comms.free()
+
+
+def _transport_time(state: _SSlot, reports: dict[int, StepReport]) -> float:
+    """From the last sender's post to completion at the last receiver, summed over layers and both ways."""
+    busy = [report for rank, report in reports.items() if state.counts[rank]]
+    if not busy or not state.t_back:
+        return 0.0
+    arrived = np.max([report.t_arrived for report in busy], axis=0)
+    posted = np.max([report.t_posted for report in busy], axis=0)
+    out, back = np.array(state.t_posted), np.array(state.t_back)
+    return float(np.maximum(arrived - out, 0).sum() + np.maximum(back - posted, 0).sum())
