@@ -26,6 +26,7 @@ from fastdecode_hpc.mpiexec import OPTIONS, environment, find_library, find_mpie
 from fastdecode_hpc.signals import STOP_SIGNALS, Process
 
 LAUNCHED = "FASTDECODE_LAUNCHED"  # in a rank that `launch` started: the folder it shares with the launcher
+MIN_RANKS_ALLOWED = 8  # on any node, for trying things out
 POLL_S = 0.2  # how often launcher and ranks look at each other
 FIRST_RESERVED_STEP = 0xFFFFFFF0  # step ids from here on are Slurm's own: interactive, batch, extern
 
@@ -165,7 +166,7 @@ def launch(ranks: int, argv: Sequence[str], *, module: str = "fastdecode_hpc") -
     Raises
     ------
     ConfigError
-        When mpi4py finds no MPI library, or there is no mpiexec of that library.
+        When mpi4py finds no MPI library, there is no mpiexec of that library, or so many ranks would choke the node.
 
     Notes
     -----
@@ -176,6 +177,7 @@ def launch(ranks: int, argv: Sequence[str], *, module: str = "fastdecode_hpc") -
     """
     if is_launched():
         raise RuntimeError(f"launch() in a process that launch() started ({LAUNCHED} is set)")
+    _check_ranks(ranks)
     with tempfile.TemporaryDirectory(prefix="fastdecode-", ignore_cleanup_errors=True) as folder:
         job = _Job(Path(folder))
         with _handling(STOP_SIGNALS, job.on_signal):
@@ -183,6 +185,16 @@ def launch(ranks: int, argv: Sequence[str], *, module: str = "fastdecode_hpc") -
             mpiexec = find_mpiexec(library)
             command = [str(mpiexec), *OPTIONS[library.family], "-n", str(ranks), sys.executable, "-m", module, *argv]
             return job.run(command, environment(library.family, mpiexec))
+
+
+def _check_ranks(ranks: int) -> None:
+    num_cores = len(os.sched_getaffinity(0))
+    most = max(MIN_RANKS_ALLOWED, num_cores)
+    if ranks > most:
+        raise ConfigError(
+            f"--ranks is {ranks}, and this process may use {num_cores} cores; start at most {most} here (one R-worker a "
+            "socket is meant, with threads inside), or more nodes by srun or mpirun"
+        )
 
 
 def is_launched(env: Mapping[str, str] = os.environ) -> bool:

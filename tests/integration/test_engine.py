@@ -9,7 +9,7 @@ import pytest
 from fastdecode_hpc.config import ConfigError, RunConfig
 from fastdecode_hpc.engine import Engine
 from fastdecode_hpc.sequence import Request, SamplingParams, Sequence, rebuilt
-from tiny_models import make_checkpoint, random_prompt
+from tiny_models import load_reference, make_checkpoint, random_prompt, reference_logits
 
 FP32 = {"wire_dtype": "fp32", "kv_dtype": "fp32", "threads": 1}
 
@@ -132,3 +132,38 @@ def test_impossible_configurations_say_so(checkpoint: Path, options: dict) -> No
 def test_more_ranks_outside_a_launcher_need_one(checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match="mpirun -n 3"):
         Engine(RunConfig(model=str(checkpoint), ranks=3))
+
+
+def test_one_layer_and_one_prompt_token_a_step_still_finish(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", "llama", num_hidden_layers=1)
+    prompts = [random_prompt(n, seed=n) for n in (1, 20, 40)]
+    params = SamplingParams(max_new_tokens=5, ignore_eos=True)
+    expected = [c.token_ids for c in make_engine(folder).generate(prompts, params)]
+    slow = make_engine(folder, max_prefill_tokens=1, num_slots=2)
+    assert [c.token_ids for c in slow.generate(prompts, params)] == expected
+
+
+def test_a_window_of_one_token_needs_no_prompt_kv(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "model", "mistral-window", sliding_window=1)
+    prompts = [random_prompt(n, seed=n) for n in (1, 20, 40)]
+    results = make_engine(folder).generate(prompts, SamplingParams(max_new_tokens=40, ignore_eos=True))
+    assert [len(c.token_ids) for c in results] == [40] * 3
+    model = load_reference(folder)
+    for prompt, completion in zip(prompts, results, strict=True):
+        logits = reference_logits(model, prompt + completion.token_ids)
+        assert completion.token_ids == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+def test_requests_of_one_token_send_no_kv(checkpoint: Path) -> None:
+    engine = make_engine(checkpoint)
+    results = engine.generate([random_prompt(n + 1, seed=n) for n in range(8)], SamplingParams(max_new_tokens=1))
+    assert [len(c.token_ids) for c in results] == [1] * 8
+    assert not engine._partition.pools[0].tables
+
+
+def test_times_of_a_request_come_in_order(checkpoint: Path) -> None:
+    engine = make_engine(checkpoint, max_batch_size=1)
+    first, second = engine.generate([random_prompt(9), random_prompt(9)], SamplingParams(max_new_tokens=6))
+    for c in (first, second):
+        assert 0 <= c.t_admitted_s < c.t_first_token_s < c.t_finished_s
+    assert second.t_admitted_s > first.t_first_token_s  # it waited for the only place

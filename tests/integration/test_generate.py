@@ -117,6 +117,7 @@ def test_all_good_is_0_and_an_existing_output_is_not_touched(checkpoint: Path, t
     [
         (["--kv-dtype", "fp12"], "fp12"),
         (["--ranks", "0"], "ranks"),
+        (["--ranks", "100000"], "one R-worker a socket"),
         (["--block-size", "12"], "multiple of 8"),
         (["--input", "/nowhere.jsonl"], "/nowhere.jsonl"),
         (["--output", "/nowhere/out.jsonl"], "/nowhere"),
@@ -235,3 +236,30 @@ def test_an_output_that_fails_after_the_start_ends_all_ranks(checkpoint: Path, t
     done = generate(tmp_path, checkpoint, path, "--ranks", 3, "--report", "/proc/fastdecode.h5", timeout=60)
     assert done.returncode == 2, done.stderr
     assert "/proc/fastdecode.h5 cannot be written" in done.stderr
+
+
+def test_a_resumed_job_remembers_its_failures(checkpoint: Path, tmp_path: Path) -> None:
+    lines = [{"prompt": []}, *requests(3, max_new_tokens=2)]
+    assert generate(tmp_path, checkpoint, lines).returncode == 3
+    done = generate(tmp_path, checkpoint, lines, "--resume")
+    assert done.returncode == 3
+    assert len(read_records(tmp_path / "out.jsonl")) == 4
+    assert generate(tmp_path, checkpoint, lines, "--resume", "--max-errors", 0).returncode in (3, 4)
+
+
+def test_a_signal_while_standard_input_is_open_stops_the_job(checkpoint: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fastdecode_hpc", "generate", "--model", str(checkpoint), "--input", "-"]
+    command += ["--output", str(tmp_path / "out.jsonl"), *SMALL, "--ranks", "2"]
+    log = (tmp_path / "log").open("wb")
+    process = subprocess.Popen(command, env=clean_env(), stdin=subprocess.PIPE, stderr=log)
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(requests(1)[0]).encode() + b"\n")
+    process.stdin.flush()
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob(".fastdecode-*")):  # the copy has been begun
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(timeout=60) == 75, (tmp_path / "log").read_text()
+    process.stdin.close()
+    assert not list(tmp_path.glob(".fastdecode-*"))

@@ -13,7 +13,11 @@ from launching import run_ranks
 from tiny_models import load_reference, make_checkpoint, random_prompt, reference_logits
 
 PROGRAM = Path(__file__).with_name("identity_program.py")
-CONFIGS = [{"max_batch_size": batch, "num_slots": slots} for batch, slots in itertools.product((1, 7, 32), (1, 2))]
+CONFIGS = [
+    *({"max_batch_size": batch, "num_slots": slots} for batch, slots in itertools.product((1, 7, 32), (1, 2))),
+    {"max_batch_size": 2, "num_slots": 3},
+    {"max_batch_size": 9, "num_slots": 5, "max_prefill_tokens": 8},
+]
 
 
 def mixed_requests(seed: int = 1) -> list[dict]:

@@ -228,8 +228,6 @@ def _read_params(content: dict[str, Any], defaults: SamplingParams) -> SamplingP
         return dataclasses.replace(defaults, **given) if given else defaults
     except ValueError as error:
         raise FieldError("invalid_field", str(error).replace("max_new_tokens", length_name, 1)) from None
-    except OverflowError:  # a whole number beyond the range of floats
-        raise FieldError("invalid_field", "a sampling setting is too large a number") from None
 
 
 def _read_length(content: dict[str, Any]) -> tuple[str, Any]:
