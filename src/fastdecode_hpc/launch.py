@@ -192,8 +192,8 @@ def _check_ranks(ranks: int) -> None:
     most = max(MIN_RANKS_ALLOWED, num_cores)
     if ranks > most:
         raise ConfigError(
-            f"--ranks is {ranks}, and this process may use {num_cores} cores; start at most {most} here (one R-worker a "
-            "socket is meant, with threads inside), or more nodes by srun or mpirun"
+            f"--ranks is {ranks}, and this process may use {num_cores} cores; start at most {most} here (one R-worker "
+            "a socket is meant, with threads inside), or more nodes by srun or mpirun"
         )
 
 
