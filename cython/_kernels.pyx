@@ -162,7 +162,8 @@ cdef class CacheView:
         cdef int64_t row
         cdef int64_t num_rows = checked.num_rows
         cdef int64_t limit = num_rows * self.layer_bytes // self.view.block_size // MIN_STORE_BYTES
-        cdef int threads = <int> max(1, min(num_threads, limit))
+        # All threads or one: a smaller team makes the OpenMP runtime end threads and start them anew.
+        cdef int threads = num_threads if limit >= 2 else 1
         cdef const Kernels* kernels = active
         for row in prange(num_rows, nogil=True, schedule="static", num_threads=threads):
             kernels.store_row(args, row)

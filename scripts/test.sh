@@ -13,11 +13,11 @@ export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 OMP_NUM_THREADS=${OMP_NUM_T
 section() { printf '\n== %s\n' "$1"; }
 
 section "lint"
-.venv/bin/ruff check src tests benchmarks examples
-.venv/bin/ruff format --check --quiet src tests benchmarks examples
+.venv/bin/ruff check src tests examples
+.venv/bin/ruff format --check --quiet src tests examples
 .venv/bin/mypy --no-error-summary
 .venv/bin/lint-imports >/dev/null || .venv/bin/lint-imports
-.venv/bin/cython-lint cython/*.pyx
+PATH=$PWD/.venv/bin:$PATH cython-lint cython/*.pyx
 
 section "unit, kernels, whole runs, faults (the last two start their own ranks on MPICH)"
 .venv/bin/python -m pytest tests --ignore=tests/mpi --quiet "${slow[@]}"

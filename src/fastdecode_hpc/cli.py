@@ -80,7 +80,7 @@ def _add_run_options(group: Any) -> None:
         if kind is bool:
             options["action"] = argparse.BooleanOptionalAction
         else:
-            options["type"] = parse_bytes if spec.metadata.get("metavar") == "SIZE" else kind
+            options["type"] = _size if spec.metadata.get("metavar") == "SIZE" else kind
             options["choices"] = spec.metadata.get("choices")
             options["metavar"] = spec.metadata.get("metavar") or _metavar(kind, options["choices"])
         group.add_argument(flag, **options)
@@ -97,6 +97,13 @@ def _add_sampling_options(group: Any) -> None:
             )
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop string; may be repeated")
     group.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _plain_type(hint: Any) -> Any:

@@ -19,7 +19,8 @@ from fastdecode_hpc.config import ConfigError, RunConfig
 from fastdecode_hpc.launch import detect
 from fastdecode_hpc.results import Completion, Hooks, RunStats
 from fastdecode_hpc.sequence import Request, SamplingParams
-from fastdecode_hpc.startup import Dismissed, RankSetup, Setup
+from fastdecode_hpc.setup import Hello, RankSetup, Setup, decide_setup, weights_on_host
+from fastdecode_hpc.startup import Dismissed
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ class Engine:
 
     # ---- building ----------------------------------------------------------------------------------
 
-    def _decide(self, hellos: list[startup.Hello]) -> Setup:
+    def _decide(self, hellos: list[Hello]) -> Setup:
         self._preflight()
         from fastdecode_hpc.s_part.build import choose_device
         from fastdecode_hpc.s_part.weights import read_model_config, resolve_model
@@ -120,8 +121,8 @@ class Engine:
         run = self.run_config
         self.model_path = resolve_model(run.model)
         model = read_model_config(self.model_path)
-        on_host = startup.weights_on_host(run, model, choose_device(run.device).type)
-        return startup.decide_setup(run, model, hellos, weights_bytes=on_host)
+        on_host = weights_on_host(run, model, choose_device(run.device).type)
+        return decide_setup(run, model, hellos, weights_bytes=on_host)
 
     def _build(self, on_load: Callable[[int, int], None] | None) -> None:
         """Make the KV partition or load the weights; what goes wrong on rank 0 ends all ranks in order."""

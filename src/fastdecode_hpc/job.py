@@ -27,6 +27,7 @@ from fastdecode_hpc.timing import StepTimes
 logger = logging.getLogger(__name__)
 
 STDIN = "-"
+HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 SPOOL_BYTES = 1 << 20
 SPOOL_POLL_S = 0.2
 EXIT_OK, EXIT_INTERNAL, EXIT_USAGE, EXIT_SOME_FAILED, EXIT_TOO_MANY_ERRORS, EXIT_STOPPED = 0, 1, 2, 3, 4, 75
@@ -55,7 +56,7 @@ class JobFiles:
     @property
     def status(self) -> Path:
         """The state of the job in words, beside the output."""
-        return self.output.with_name(f"{self.output.stem}.status.json")
+        return self.output.with_name(f"{self.output.name}.status.json")
 
     def check(self) -> None:
         """Find what would fail later, before anything is loaded.
@@ -67,17 +68,28 @@ class JobFiles:
         """
         if self.overwrite and self.resume:
             raise ConfigError("--overwrite and --resume contradict each other; give one")
+        if self.max_errors is not None and self.max_errors < 0:
+            raise ConfigError(f"--max-errors is {self.max_errors}; it must be at least 0")
+        if str(self.output) == STDIN:
+            raise ConfigError("the output cannot be standard output: records are read back to resume; name a file")
         if self.input != STDIN and not Path(self.input).is_file():
             raise ConfigError(f"the input {self.input} is no file; give a JSONL file, or - for standard input")
         for path in filter(None, (self.output, self.report)):
             _check_writable(path)
-        names = [os.path.realpath(path) for path in (self.input, self.output, self.report) if path]
+        if self.report is not None and self.report.exists() and not _is_hdf5(self.report):
+            raise ConfigError(f"the report {self.report} exists and is no HDF5 file; name another")
+        names = [os.path.realpath(path) for path in (self.input, self.output, self.report, self.status) if path]
         if len(set(names)) < len(names):
-            raise ConfigError("input, output and report must be different files")
+            raise ConfigError("input, output, report and the output's status file must be different files")
         if self.output.exists() and self.output.stat().st_size and not (self.overwrite or self.resume):
             raise ConfigError(
                 f"the output {self.output} exists; go on with it (--resume), replace it (--overwrite) or name another"
             )
+
+
+def _is_hdf5(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(HDF5_SIGNATURE)) == HDF5_SIGNATURE
 
 
 def _check_writable(path: Path) -> None:

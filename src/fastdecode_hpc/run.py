@@ -15,7 +15,7 @@ from fastdecode_hpc.s_part.worker import SWorker
 from fastdecode_hpc.schedule.admission import Admission
 from fastdecode_hpc.schedule.placement import Placement
 from fastdecode_hpc.sequence import Request, Sequence
-from fastdecode_hpc.startup import Setup
+from fastdecode_hpc.setup import Setup
 from fastdecode_hpc.timing import StepTimes
 from fastdecode_hpc.tokenizer import TextStream, Tokenizer
 from fastdecode_hpc.transport.base import SEnd

@@ -54,7 +54,7 @@ def test_every_line_gets_one_record(checkpoint: Path, tmp_path: Path, ranks: int
         assert record["finish_reason"] == "length"
         assert record["usage"] == {"prompt_tokens": len(line["prompt"]), "completion_tokens": 9}
     assert all("error" in record for record in records[12:])
-    status = json.loads((tmp_path / "out.status.json").read_text())
+    status = json.loads((tmp_path / "out.jsonl.status.json").read_text())
     assert (status["exit_code"], status["num_requests"], status["num_errors"]) == (3, 16, 4)
     check_report(tmp_path / "run.h5", ranks, output_tokens=12 * 9)
     # One line a rank, as it is told where it is.
@@ -126,6 +126,11 @@ def test_all_good_is_0_and_an_existing_output_is_not_touched(checkpoint: Path, t
         (["--kv-memory-bytes", "plenty"], "plenty"),
         (["--temperature", "nan"], "temperature"),
         (["--max-context-len", "1000000"], "max_context_len"),
+        (["--max-context-len", "1"], "at least 2"),
+        (["--kv-memory-bytes", "9000G"], "left for KV"),
+        (["--max-batch-size", "1000000000"], "rows alone take"),
+        (["--max-errors", "-1"], "at least 0"),
+        (["--output", "-"], "standard output"),
         (["--device", "cuda"], "GPU"),
         (["--no-such-flag"], "no-such-flag"),
     ],
@@ -168,7 +173,7 @@ def test_a_signal_stops_with_75_and_resume_answers_the_rest(
     assert process.returncode == 75, err
     some = read_records(tmp_path / "out.jsonl")
     assert 5 <= len(some) < 400
-    assert json.loads((tmp_path / "out.status.json").read_text())["state"] == "stopped early, resumable"
+    assert json.loads((tmp_path / "out.jsonl.status.json").read_text())["state"] == "stopped early, resumable"
     done = generate(tmp_path, checkpoint, path, "--ranks", ranks, "--resume")
     assert done.returncode == 0, done.stderr
     records = read_records(tmp_path / "out.jsonl")
@@ -227,6 +232,8 @@ def test_files_must_differ(checkpoint: Path, tmp_path: Path) -> None:
     done = generate(tmp_path, checkpoint, path, "--output", path, "--overwrite")
     assert done.returncode == 2
     assert "different files" in done.stderr
+    for report in (path, tmp_path / "out.jsonl"):
+        assert generate(tmp_path, checkpoint, path, "--report", report).returncode == 2
     assert path.read_bytes() == before
 
 

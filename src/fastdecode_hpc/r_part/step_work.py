@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fastdecode_hpc.r_part.kv_cache import BlockPool, KVPartition
 
 ITEM_COST_TOKENS = 16  # what an item costs beyond its tokens, as tokens
-MIN_THREAD_BYTES = 64 << 10  # KV that a thread reads at least; for less, starting it costs more
+MIN_THREAD_BYTES = 64 << 10  # less KV than twice this is read by one thread; starting more costs more
 
 
 @dataclass(slots=True)
@@ -133,7 +133,8 @@ def _group_work(
     piece_items = pair_items[piece_rows * pool.group.num_kv_heads]
     cost = np.concatenate(([0], np.cumsum(item_stop - item_start + ITEM_COST_TOKENS, dtype=np.int64)))
     piece_bytes = np.diff(cost[piece_items]) * 2 * pool.token_bytes
-    threads = np.clip(piece_bytes // MIN_THREAD_BYTES, 1, num_threads)
+    # All threads or one: OpenMP runtimes end idle threads when a smaller team is asked for, and start them anew.
+    threads = np.where(piece_bytes >= 2 * MIN_THREAD_BYTES, num_threads, 1)
     return GroupWork(
         blocks=blocks,
         table_base=table_base,

@@ -10,7 +10,7 @@ from fastdecode_hpc import __version__, host
 from fastdecode_hpc.config import ConfigError, ModelConfig, RunConfig
 from fastdecode_hpc.host import HostInfo
 from fastdecode_hpc.launch import Launch
-from fastdecode_hpc.startup import Hello, best_common_isa, decide_setup, kv_budget, num_parameters, weights_on_host
+from fastdecode_hpc.setup import Hello, best_common_isa, decide_setup, kv_budget, num_parameters, weights_on_host
 
 MODEL = ModelConfig(1000, 64, 96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, max_context_len=512)
 GIB = 1 << 30
@@ -73,6 +73,8 @@ def test_kv_is_a_share_of_what_its_host_has_left() -> None:
     alone = kv_budget(RunConfig(), hellos[3], hellos, weights_bytes=2 * GIB)
     assert 80 * GIB < alone < 100 * GIB
     assert kv_budget(RunConfig(kv_memory_bytes=77), hellos[1], hellos, weights_bytes=0) == 77
+    with pytest.raises(ConfigError, match=r"5.0 GiB for each of 2 R-workers on n0, which has 9.0 GiB left"):
+        kv_budget(RunConfig(kv_memory_bytes=5 * GIB), hellos[1], hellos, weights_bytes=0)
 
 
 def test_a_host_without_room_for_one_block_is_refused_with_the_arithmetic() -> None:

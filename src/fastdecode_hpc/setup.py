@@ -1,0 +1,235 @@
+"""What rank 0 decides for all ranks from what each of them has: threads, instruction set, KV budget. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastdecode_hpc.config import DTYPE_BYTES, ConfigError, ModelConfig, RunConfig
+from fastdecode_hpc.host import HostInfo, format_bytes, format_cores
+from fastdecode_hpc.launch import Launch
+from fastdecode_hpc.schedule.placement import KVLayout, make_layout
+
+ISAS_BEST_FIRST = ("avx512", "avx2", "neon", "scalar")
+KV_SHARE = 0.85  # of the memory that is left, for KV; the rest is for buffers, Python and surprises
+S_PART_RESERVE = 1 << 30  # bytes for rank 0's activations, logits and libraries
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """What one rank has, as it tells rank 0."""
+
+    rank: int
+    host: HostInfo
+    launch: Launch
+    threads: int | None  # asked for by flag or environment
+    isas: tuple[str, ...]  # of the kernels; empty where none run
+    version: str
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RankSetup:
+    """What rank 0 has decided for one rank."""
+
+    rank: int
+    role: str  # S-worker | R-worker | both
+    host: str
+    threads: int
+    cores: tuple[int, ...]
+    isa: str | None
+    kv_bytes: int
+    num_blocks: tuple[int, ...]
+    share_cores: bool  # waits must not spin
+    use_progress_thread: bool
+    start_s: float  # from process start to its hello
+
+    @property
+    def line(self) -> str:
+        """The line printed at start, in the style of xthi."""
+        kv = f"  kv {format_bytes(self.kv_bytes)}" if self.kv_bytes else ""
+        isa = f"  isa {self.isa}" if self.isa else ""
+        return (
+            f"rank {self.rank:<3} {self.host}  {self.role}  threads {self.threads}  "
+            f"cores {format_cores(self.cores)}{isa}{kv}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What every rank needs to know to build its part."""
+
+    model: ModelConfig
+    layout: KVLayout
+    max_context_len: int
+    ranks: tuple[RankSetup, ...]
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """Ranks that hold KV."""
+        return tuple(rank.rank for rank in self.ranks if rank.num_blocks)
+
+
+def decide_setup(run: RunConfig, model: ModelConfig, hellos: list[Hello], *, weights_bytes: int) -> Setup:
+    """Rank 0's decision for all ranks; pure.
+
+    Parameters
+    ----------
+    weights_bytes : int
+        Memory of the weights on rank 0's host (0 where they go to a GPU).
+
+    Raises
+    ------
+    ConfigError
+        If sizes, instruction sets or memory don't fit, with the arithmetic.
+    """
+    if run.ranks is not None and run.ranks != len(hellos):
+        raise ConfigError(
+            f"--ranks is {run.ranks} but {len(hellos)} were started; leave --ranks out under mpirun or srun, "
+            "or give it the same number"
+        )
+    _check_buffers(run, model, hellos[0])
+    layout = make_layout(model, block_size=run.block_size, kv_dtype=run.kv_dtype)
+    if run.max_context_len is not None and run.max_context_len < 2:
+        raise ConfigError(f"max_context_len is {run.max_context_len}; a prompt and an output need at least 2")
+    max_context_len = min(run.max_context_len or model.max_context_len, model.max_context_len)
+    if run.max_context_len is not None and run.max_context_len > model.max_context_len:
+        raise ConfigError(
+            f"max_context_len is {run.max_context_len}; this model was made for at most {model.max_context_len}"
+        )
+    common = best_common_isa(run, hellos)
+    ranks = tuple(_decide_rank(run, hello, hellos, layout, max_context_len, common, weights_bytes) for hello in hellos)
+    return Setup(model, layout, max_context_len, ranks)
+
+
+def _check_buffers(run: RunConfig, model: ModelConfig, hello: Hello) -> None:
+    """Refuse a batch whose rows alone fill rank 0's memory."""
+    row_bytes = (model.qkv_size + model.q_size) * DTYPE_BYTES[run.wire_dtype] + 4 * model.hidden_size
+    needed = row_bytes * run.max_batch_size
+    if needed > hello.host.memory_bytes // 2:
+        raise ConfigError(
+            f"max_batch_size is {run.max_batch_size}: its rows alone take {format_bytes(needed)} on rank 0, and "
+            f"{hello.host.host} has {format_bytes(hello.host.memory_bytes)}; lower it"
+        )
+
+
+def _decide_rank(
+    run: RunConfig,
+    hello: Hello,
+    hellos: list[Hello],
+    layout: KVLayout,
+    max_context_len: int,
+    common_isa: str,
+    weights_bytes: int,
+) -> RankSetup:
+    alone = len(hellos) == 1
+    holds_kv = alone or hello.rank > 0
+    neighbours = [other for other in hellos if _share_cores(other, hello)]
+    cores = {core for other in neighbours for core in other.host.cores}
+    num_threads = sum(threads_of(other, hellos) for other in neighbours)
+    kv_bytes = kv_budget(run, hello, hellos, weights_bytes) if holds_kv else 0
+    isa = None
+    if holds_kv:
+        isa = best_isa(hello.isas) if run.isa_per_rank and run.isa is None else common_isa
+    return RankSetup(
+        rank=hello.rank,
+        role="both" if alone else ("R-worker" if holds_kv else "S-worker"),
+        host=hello.host.host,
+        threads=threads_of(hello, hellos),
+        cores=hello.host.cores,
+        isa=isa,
+        kv_bytes=kv_bytes,
+        num_blocks=_blocks(layout, kv_bytes, max_context_len, hello) if holds_kv else (),
+        share_cores=not alone and max(num_threads, len(neighbours) + 1) > len(cores),
+        use_progress_thread=not alone and len(cores) >= num_threads + len(neighbours),
+        start_s=hello.host.age_s,
+    )
+
+
+def _blocks(layout: KVLayout, kv_bytes: int, max_context_len: int, hello: Hello) -> tuple[int, ...]:
+    blocks = layout.split_budget(kv_bytes, max_context_len)
+    if min(blocks) < 1:
+        one = sum(group.block_bytes(layout.block_size) for group in layout.groups)
+        raise ConfigError(
+            f"rank {hello.rank} on {hello.host.host} may use {format_bytes(kv_bytes)} for KV, and one block of "
+            f"{layout.block_size} tokens takes {format_bytes(one)}; give it more memory, raise "
+            "--kv-memory-bytes or lower --block-size"
+        )
+    return blocks
+
+
+def _share_cores(a: Hello, b: Hello) -> bool:
+    return a.host.host == b.host.host and bool(set(a.host.cores) & set(b.host.cores))
+
+
+def threads_of(hello: Hello, hellos: list[Hello]) -> int:
+    """Threads of a rank: what it asked for, else its part of the cores it shares with other ranks."""
+    if hello.threads is not None:
+        return hello.threads
+    sharing = sum(_share_cores(other, hello) for other in hellos)
+    return max(1, len(hello.host.cores) // sharing)
+
+
+def best_isa(isas: tuple[str, ...]) -> str:
+    """The fastest of these instruction sets."""
+    return next(isa for isa in ISAS_BEST_FIRST if isa in isas)
+
+
+def best_common_isa(run: RunConfig, hellos: list[Hello]) -> str:
+    """The instruction set that all R-workers use: one row has the same bits on each of them.
+
+    Raises
+    ------
+    ConfigError
+        If a rank lacks the one asked for.
+    """
+    workers = [hello for hello in hellos if hello.isas]
+    if run.isa is not None:
+        for hello in workers:
+            if run.isa not in hello.isas:
+                raise ConfigError(
+                    f"rank {hello.rank} on {hello.host.host} has no {run.isa}; it has {', '.join(hello.isas)}"
+                )
+        return run.isa
+    common = set.intersection(*(set(hello.isas) for hello in workers))
+    if not common:
+        offers = "; ".join(f"rank {hello.rank}: {', '.join(hello.isas)}" for hello in workers)
+        raise ConfigError(f"the R-workers have no instruction set in common ({offers}); set FASTDECODE_ISA alike")
+    return best_isa(tuple(common))
+
+
+def kv_budget(run: RunConfig, hello: Hello, hellos: list[Hello], weights_bytes: int) -> int:
+    """Bytes of KV for one rank: as told, or its share of what its host has left.
+
+    Raises
+    ------
+    ConfigError
+        If what was told is more than the host has left, with the arithmetic.
+    """
+    alone = len(hellos) == 1
+    here = [other for other in hellos if other.host.host == hello.host.host]
+    reserve = weights_bytes + S_PART_RESERVE if any(other.rank == 0 for other in here) else 0
+    num_workers = sum(alone or other.rank > 0 for other in here)
+    left = max(0, min(other.host.memory_bytes for other in here) - reserve)
+    if run.kv_memory_bytes is None:
+        return int(left * KV_SHARE / num_workers)
+    if run.kv_memory_bytes * num_workers > left:
+        raise ConfigError(
+            f"--kv-memory-bytes is {format_bytes(run.kv_memory_bytes)} for each of {num_workers} R-workers on "
+            f"{hello.host.host}, which has {format_bytes(left)} left for KV (weights and rank 0's own needs "
+            "taken off); lower it, or leave it out to use what is there"
+        )
+    return run.kv_memory_bytes
+
+
+def num_parameters(model: ModelConfig) -> int:
+    """Weights of a model, biases left out."""
+    attention = model.hidden_size * (2 * model.q_size + 2 * model.kv_size)
+    mlp = 3 * model.hidden_size * model.intermediate_size
+    heads = 1 if model.tie_embeddings else 2
+    return model.num_layers * (attention + mlp) + heads * model.vocab_size * model.hidden_size
+
+
+def weights_on_host(run: RunConfig, model: ModelConfig, device: str) -> int:
+    """Bytes of host memory that the weights will take."""
+    dtype = "fp32" if run.dtype == "auto" else run.dtype
+    return 0 if device != "cpu" else num_parameters(model) * DTYPE_BYTES[dtype]
