@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import platform
 import signal
 import subprocess
 import sys
@@ -135,17 +136,32 @@ def test_all_good_is_0_and_an_existing_output_is_not_touched(checkpoint: Path, t
         (["--no-such-flag"], "no-such-flag"),
     ],
 )
-@pytest.mark.parametrize("ranks", [1, 2])
 def test_usage_errors_are_2_and_say_what_is_wrong_once(
-    checkpoint: Path, tmp_path: Path, options: list[str], said: str, ranks: int
+    checkpoint: Path, tmp_path: Path, options: list[str], said: str
 ) -> None:
-    ranked = () if "--ranks" in options else ("--ranks", ranks)
-    done = generate(tmp_path, checkpoint, requests(1), *ranked, *options)
+    refused_by_all_ranks(generate(tmp_path, checkpoint, requests(1), *options), said)
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--temperature", "nan"], "temperature"),  # found by every rank
+        (["--model", "/nowhere"], "/nowhere"),  # by rank 0
+        (["--isa", "neon"], "has no neon" if platform.machine() == "x86_64" else "avx2"),  # by the R-workers
+    ],
+)
+def test_usage_errors_end_all_ranks(checkpoint: Path, tmp_path: Path, options: list[str], said: str) -> None:
+    if platform.machine() != "x86_64" and "--isa" in options:
+        options = ["--isa", "avx2"]
+    refused_by_all_ranks(generate(tmp_path, checkpoint, requests(1), "--ranks", 3, *options), said)
+
+
+def refused_by_all_ranks(done: subprocess.CompletedProcess, said: str) -> None:
     assert done.returncode == 2, done.stderr
     assert said in done.stderr
     assert "Traceback" not in done.stderr
     assert sum("fastdecode: " in line for line in done.stderr.splitlines()) == 1
-    assert not (tmp_path / "out.jsonl").exists()
 
 
 def test_ranks_that_contradict_the_launcher_are_2(checkpoint: Path, tmp_path: Path) -> None:
