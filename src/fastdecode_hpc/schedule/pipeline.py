@@ -22,7 +22,7 @@ class Stage(NamedTuple):
 def pipeline(num_layers: int, num_slots: int) -> Iterator[Stage]:
     """Yield the stages of all steps, for ever.
 
-    Two mini-batches A and B (slots 0 and 1) alternate between the parts (FastDecode, section 4.1)::
+    Two mini-batches A and B (slots 0 and 1) alternate between the parts (the token-level pipeline of FastDecode)::
 
         S-worker | post A[i-1] pre A[i] | post B[i-1] pre B[i] | post A[i] pre A[i+1] | ...
         R-worker |     attend B[i-1]    |      attend A[i]     |     attend B[i]      | ...
