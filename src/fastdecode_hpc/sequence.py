@@ -95,7 +95,6 @@ class Request:
     messages: list[dict[str, Any]] | None = None
     params: SamplingParams = field(default_factory=SamplingParams)
     line: int = 0  # line number in the file, from 1
-    num_choices: int = 1
     return_token_ids: bool = False
 
 

@@ -137,7 +137,7 @@ class DecodeAttention:
         _choose_isa()
         self._places = partition.layer_places
         self._views = tuple(pool.view for pool in partition.pools)
-        self._num_threads, self._num_heads, self._wire_dtype = num_threads, num_heads, wire_dtype
+        self._num_threads, self._wire_dtype = num_threads, wire_dtype
         self._kernels = tuple(
             _kernels.GroupAttention(
                 pool.view,

@@ -44,11 +44,6 @@ class Admission:
         """Most rows of one slot."""
         return -(-self.max_batch_size // self.num_slots)
 
-    @property
-    def num_running(self) -> int:
-        """Sequences in prefill, ready or decode."""
-        return len(self._running)
-
     def is_done(self) -> bool:
         """Whether nothing runs and nothing waits (this may read one arrival)."""
         return not self._running and self._peek() is None
