@@ -159,13 +159,17 @@ class SWorker:
         if state.plan is not None and state.plan.kind is PlanKind.STOP:
             return
         if not self.stopping and self.stop_requested():
-            self.stopping = True
-            self.admission.close()
+            self._stop()
         state.plan = self._make_plan(stage, state)
         self.transport.send_plan(stage.slot, state.plan)
         if state.plan.kind is PlanKind.RUN:
             with state.s_part.running():
                 self._embed(state)
+
+    def _stop(self) -> None:
+        """Admit nobody any more; every slot's next plan ends it."""
+        self.stopping = True
+        self.admission.close()
 
     def _make_plan(self, stage: Stage, state: SlotState) -> StepPlan:
         finished = self._release_finished()
@@ -289,8 +293,7 @@ class SWorker:
         """Complete the times of the step that ends here with what the R-workers report."""
         reports = self.transport.wait_reports(state.batch.slot)
         if any(report.stop_request for report in reports.values()):
-            self.stopping = True
-            self.admission.close()
+            self._stop()
         if state.times is None:
             return
         times, state.times = state.times, None
