@@ -4,22 +4,28 @@ cdef extern from "kernels/kernels.h" namespace "fastdecode" nogil:
     cdef struct LayerView:
         char* keys
         int64_t block_bytes
-        int64_t value_bytes
         int64_t head_bytes
+        int64_t value_bytes
         int32_t block_size
         int32_t head_dim
-        int32_t dtype
+        int32_t key_dtype
+        int32_t value_dtype
 
-    cdef struct AttendArgs:
+    cdef struct Cache:
         LayerView layer
         const int32_t* blocks
         const int64_t* table_base
+
+    cdef struct AttendArgs:
+        Cache[2] caches
         const int32_t* positions
         const char* queries
         int64_t query_row_bytes
         char* out
         int64_t out_row_bytes
         float* lse
+        int32_t newest_cache
+        int32_t head_dim
         int32_t group_size
         int32_t num_heads
         int32_t wire_dtype
@@ -30,10 +36,11 @@ cdef extern from "kernels/kernels.h" namespace "fastdecode" nogil:
         int32_t head
         int32_t start
         int32_t stop
+        int32_t cache
 
     cdef struct StoreArgs:
         LayerView layer
-        const int64_t* token_bytes
+        const int64_t* places
         const char* rows
         int64_t row_bytes
         int32_t num_kv_heads
@@ -41,11 +48,14 @@ cdef extern from "kernels/kernels.h" namespace "fastdecode" nogil:
 
     cdef struct Kernels:
         const char* name
-        void (*attend_span)(const AttendArgs&, const Span&, float*, float*) noexcept nogil
+        void (*attend_span)(const AttendArgs&, const Span&, const Span*, float*, float*) noexcept nogil
         void (*finish_row)(const AttendArgs&, int32_t, int32_t, const float*, int64_t, float*) noexcept nogil
         void (*store_row)(const StoreArgs&, int64_t) noexcept nogil
         void (*convert)(const void*, int32_t, void*, int32_t, int64_t) noexcept nogil
+        void (*exp_nonpositive)(const float*, float*, int64_t) noexcept nogil
+        float (*read_loop)(const float*, int64_t, int) noexcept nogil
 
+    int64_t token_bytes(int32_t, int32_t)
     int64_t partial_floats(int32_t, int32_t)
     int64_t workspace_floats(int32_t, int32_t)
     int num_available()

@@ -1,18 +1,14 @@
 // The arithmetic of one tile of tokens: scores, softmax weights, weighted sum of V. Included after a vec_<isa>.h.
-// Loops over heads, tokens and vectors have constant bounds, so that all sums live in registers.
+// Loops over heads and vectors have constant bounds, so that all sums live in registers.
 #pragma once
 
-#include <string.h>
-
-#include "convert.inl.h"
+#include "cache.inl.h"
 
 namespace {
 
-using fastdecode::kTileTokens;
-
 constexpr float kNegInf = -__builtin_inff();
 
-// exp(x) for x <= 0, to about 1e-7; exactly 0 below -87.3, NaN stays NaN. Cephes' polynomial.
+// exp(x) for x <= 0, to 1.02 units in the last place; exactly 0 below -87.3365, NaN stays NaN. Cephes' polynomial.
 Vec exp_nonpositive(Vec x) {
   constexpr float lowest = -87.3365f;  // ln of the smallest normal float
   const Vec t = fma(x, broadcast(1.44269504f), broadcast(kRoundMagic));
@@ -39,99 +35,227 @@ struct Count {
   static constexpr int value = count;
 };
 
-// Whether `heads` x 4 sums leave registers for what is added to them.
-constexpr bool four_fit(int heads) { return heads * 4 + 4 <= Vec::registers; }
-
-// Query heads of the next run that shares its loads of K and V: 4 where registers are plenty. With 16 of them
-// runs of 3 are faster, but one of 4 beats 3 + 1.
-constexpr int head_run(int left) {
-  const int most = four_fit(4) || left == 4 ? 4 : 3;
-  return left < most ? left : most;
+// Vectors at once for `heads` heads: their sums, one weight or query a head and the vector itself stay in registers,
+// and `words` more of each vector.
+constexpr int vecs_at_once(int heads, int most, int words = 0) {
+  int vecs = 1;
+  while (2 * vecs <= most && (heads + words) * 2 * vecs + heads + 1 <= Vec::registers) vecs *= 2;
+  return vecs;
 }
 
-// Calls f(Count<n>, first) for runs of n <= 4 heads.
+// Of tokens whose scores are computed at once. Int4 keeps the words of each, too.
+template <class K>
+constexpr int columns_at_once(int heads) {
+  return vecs_at_once(heads, kTileVecs, Format<K>::has_minimum ? 1 : 0);
+}
+
+// Of V along head_dim. A strip of int4 lies within one group.
+template <class V>
+constexpr int strip_at_once(int heads) {
+  return vecs_at_once(heads, Format<V>::has_minimum ? kGroupDim / Vec::width : 8);
+}
+
+// Calls f(Count<n>, first) for runs of n <= 4 query heads, which share their loads of K and V.
 template <class F>
 void for_head_runs(int num_heads, F f) {
-  for (int head = 0; head < num_heads; head += head_run(num_heads - head)) {
-    switch (head_run(num_heads - head)) {
-      case 4:
-        f(Count<4>{}, head);
-        break;
-      case 3:
-        f(Count<3>{}, head);
-        break;
-      case 2:
-        f(Count<2>{}, head);
-        break;
-      default:
-        f(Count<1>{}, head);
+  int head = 0;
+  for (; num_heads - head >= 4; head += 4) f(Count<4>{}, head);
+  if (num_heads - head == 3) f(Count<3>{}, head);
+  if (num_heads - head == 2) f(Count<2>{}, head);
+  if (num_heads - head == 1) f(Count<1>{}, head);
+}
+
+// Asks for the memory of what comes next a few lines at a time, so that it arrives while this is computed: V while K is
+// scored, K of the next tile while V is added.
+class Fetcher {
+ public:
+  // Plans `num_calls` calls; without a tile they do nothing.
+  Fetcher(const Tile* tile, std::int64_t part_bytes, std::int32_t dtype, int head_dim, int num_calls) {
+    if (tile == nullptr) return;
+    const Panels panels(*tile, part_bytes, dtype, head_dim);
+    std::int64_t lines = 0;
+    for (int p = 0; p < tile->num_panels; ++p) lines += add(panels.codes[p], panels.token_bytes * kPanelTokens);
+    lines_per_call_ = static_cast<int>((lines + num_calls - 1) / num_calls);
+    at_ = runs_[0].first;
+  }
+
+  void operator()() {
+    for (int i = 0; i < lines_per_call_; ++i, at_ += kLine) {
+      if (at_ >= runs_[run_].stop) {
+        if (run_ + 1 >= num_runs_) return;
+        at_ = runs_[++run_].first;
+      }
+      __builtin_prefetch(at_);
     }
   }
+
+ private:
+  static constexpr int kLine = 64, kNear = 1024;
+  struct Run {
+    const char *first, *stop;
+  };
+
+  // Panels that follow each other closely become one run, with the scales in between.
+  std::int64_t add(const char* first, std::int64_t bytes) {
+    if (num_runs_ && first >= runs_[num_runs_ - 1].stop && first - runs_[num_runs_ - 1].stop <= kNear) {
+      bytes = first + bytes - runs_[num_runs_ - 1].stop;
+      runs_[num_runs_ - 1].stop += bytes;
+    } else {
+      runs_[num_runs_++] = {first, first + bytes};
+    }
+    return (bytes + kLine - 1) / kLine;
+  }
+
+  Run runs_[kTilePanels];
+  const char* at_ = nullptr;
+  int num_runs_ = 0, run_ = 0, lines_per_call_ = 0;
+};
+
+// Calls of `fetch` for 8 values of d or 8 tokens: memory is asked evenly where it, not arithmetic, sets the pace.
+constexpr int fetches_in_eight(int heads, int vecs) {
+  return heads > 2 || vecs < 4 ? 1 : heads == 1 && vecs > 4 ? 4 : 2;
 }
 
-void prefetch(const void* row, std::int64_t bytes) {
-  for (std::int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(row) + i);
-}
+// fp32 copies of the scales and minimums of one tile, [num_groups, kTileTokens] each.
+struct TileScales {
+  const float *scales, *minimums;
+};
 
-template <class T>
-const T* value_of(const T* key, std::int64_t value_bytes) {
-  return reinterpret_cast<const T*>(reinterpret_cast<const char*>(key) + value_bytes);
-}
+// Two chains of additions where one for each sum is too few to keep the processor busy.
+constexpr int num_ways(int sums, int heads) { return sums < 8 && 2 * sums + heads < Vec::registers ? 2 : 1; }
 
-// scores[h, t] = queries[h] . keys[t] for `heads` heads and `tokens` tokens (2 or 4).
-template <int heads, int tokens, class T>
-void score_tokens(const float* queries, const T* const* keys, int head_dim, float* scores) {
-  Vec sums[heads][tokens];
+template <int heads, int vecs>
+struct Sums {
+  static constexpr int ways = num_ways(heads * vecs, heads);
+  Vec at[ways][heads][vecs];
+
+  Sums() {
+#pragma GCC unroll 2
+    for (int w = 0; w < ways; ++w) {
+#pragma GCC unroll 4
+      for (int h = 0; h < heads; ++h) {
+#pragma GCC unroll 8
+        for (int v = 0; v < vecs; ++v) at[w][h][v] = broadcast(0.0f);
+      }
+    }
+  }
+  void add_product(int step, int h, int v, Vec a, Vec b) {
+    Vec& sum = at[step % ways][h][v];
+    sum = fma(a, b, sum);
+  }
+  Vec total(int h, int v) const {
+    if constexpr (ways == 2) return add(at[0][h][v], at[1][h][v]);
+    return at[0][h][v];
+  }
+};
+
+// The scores of `vecs` vectors of tokens for `heads` query heads. `fetch` runs for every 8 values of d.
+template <int heads, int vecs, class T>
+void score_columns(const float* queries, const float*, int head_dim, const Column<T>* columns, TileScales scales,
+                   float* scores, Fetcher& fetch) {
+  Sums<heads, vecs> sums;
+  for (int d = 0; d < head_dim; d += 8) {
+#pragma GCC unroll 8
+    for (int e = 0; e < 8; ++e) {
+      if (e % (8 / fetches_in_eight(heads, vecs)) == 0) fetch();
+#pragma GCC unroll 8
+      for (int v = 0; v < vecs; ++v) {
+        const Vec key = load_column(columns[v], std::int64_t{d + e} * kPanelTokens);
+#pragma GCC unroll 4
+        for (int h = 0; h < heads; ++h) sums.add_product(e, h, v, broadcast(queries[h * head_dim + d + e]), key);
+      }
+    }
+  }
 #pragma GCC unroll 4
   for (int h = 0; h < heads; ++h) {
-#pragma GCC unroll 4
-    for (int t = 0; t < tokens; ++t) sums[h][t] = broadcast(0.0f);
-  }
-  const auto step = [&](int d, int count) __attribute__((always_inline)) {
-    Vec query[heads];
-#pragma GCC unroll 4
-    for (int h = 0; h < heads; ++h) query[h] = load_upto(queries + h * head_dim + d, count);
-#pragma GCC unroll 4
-    for (int t = 0; t < tokens; ++t) {
-      const Vec key = load_upto(keys[t] + d, count);
-#pragma GCC unroll 4
-      for (int h = 0; h < heads; ++h) sums[h][t] = fma(query[h], key, sums[h][t]);
+#pragma GCC unroll 8
+    for (int v = 0; v < vecs; ++v) {
+      Vec sum = sums.total(h, v);
+      if constexpr (Format<T>::has_scale) sum = mul(sum, load(scales.scales + v * Vec::width));
+      store(scores + h * kTileTokens + v * Vec::width, sum);
     }
-  };
-  int d = 0;
-  for (; d + Vec::width <= head_dim; d += Vec::width) step(d, Vec::width);
-  if constexpr (Vec::width > 8) {
-    if (d < head_dim) step(d, head_dim - d);
-  }
-  // Four horizontal sums at a time: of 4 tokens, or of 2 tokens and 2 heads.
-  constexpr int heads_at_once = 4 / tokens;
-#pragma GCC unroll 4
-  for (int h = 0; h < heads; h += heads_at_once) {
-    float four[4];
-    const int other = h + heads_at_once - 1;
-    reduce_add4(sums[h][0], sums[h][1], sums[other][tokens - 2], sums[other][tokens - 1], four);
-    memcpy(scores + h * kTileTokens, four, tokens * sizeof(float));
-    if (tokens == 2) memcpy(scores + other * kTileTokens, four + 2, tokens * sizeof(float));
   }
 }
 
-// Turns one head's scores of a tile into weights exp(score - m), updating m and s.
-// Returns the factor that brings what was summed before to the new m.
-float weigh_tile(float* scores, int count, float scale, float* m, float* s) {
-  const int padded = (count + Vec::width - 1) / Vec::width * Vec::width;
-  for (int t = count; t < padded; ++t) scores[t] = kNegInf;
-  Vec largest = broadcast(kNegInf);
-  for (int t = 0; t < padded; t += Vec::width) {
-    const Vec score = mul(load(scores + t), broadcast(scale));
-    store(scores + t, score);
-    largest = max(score, largest);
+// Adds what four values of d, one word of codes, contribute to the sums. Whichever are fewer stay in registers: the
+// queries or the words.
+template <int heads, int vecs>
+__attribute__((always_inline)) inline void add_quad(const float* queries, int stride, const Column<Int4>* columns,
+                                                    int d, Sums<heads, vecs>& sums) {
+  const auto words_of = [&](int v) { return load_column_words(columns[v], std::int64_t{d / 4} * kPanelTokens); };
+  if constexpr (heads == 1) {
+    Vec query[4];
+#pragma GCC unroll 4
+    for (int e = 0; e < 4; ++e) query[e] = broadcast(queries[e]);
+#pragma GCC unroll 8
+    for (int v = 0; v < vecs; ++v) {
+      const Words words = words_of(v);
+#pragma GCC unroll 4
+      for (int e = 0; e < 4; ++e) sums.add_product(e, 0, v, query[e], nibble(words, e));
+    }
+  } else {
+    Words words[vecs];
+#pragma GCC unroll 8
+    for (int v = 0; v < vecs; ++v) words[v] = words_of(v);
+#pragma GCC unroll 4
+    for (int e = 0; e < 4; ++e) {
+      Vec keys[vecs];
+#pragma GCC unroll 8
+      for (int v = 0; v < vecs; ++v) keys[v] = nibble(words[v], e);
+#pragma GCC unroll 4
+      for (int h = 0; h < heads; ++h) {
+        const Vec query = broadcast(queries[h * stride + e]);
+#pragma GCC unroll 8
+        for (int v = 0; v < vecs; ++v) sums.add_product(e, h, v, query, keys[v]);
+      }
+    }
   }
+}
+
+// The same for int4: each group's sum of codes gets its scale, and its minimum the sum of the query over the group.
+// Queries are divided by `nibble_factor` beforehand.
+template <int heads, int vecs>
+void score_columns(const float* queries, const float* query_sums, int head_dim, const Column<Int4>* columns,
+                   TileScales scales, float* scores, Fetcher& fetch) {
+  const int groups = num_groups(head_dim);
+  for (int g = 0; g < groups; ++g) {
+    Sums<heads, vecs> sums;
+    const int stop = head_dim - g * kGroupDim < kGroupDim ? head_dim : (g + 1) * kGroupDim;
+    for (int d = g * kGroupDim; d < stop; d += 8) {
+      for (int i = 0; i < fetches_in_eight(heads, vecs); ++i) fetch();
+      for (int quad = d; quad < d + 8; quad += 4) add_quad(queries + quad, head_dim, columns, quad, sums);
+    }
+#pragma GCC unroll 4
+    for (int h = 0; h < heads; ++h) {
+      const Vec query_sum = broadcast(query_sums[h * groups + g]);
+#pragma GCC unroll 8
+      for (int v = 0; v < vecs; ++v) {
+        float* score = scores + h * kTileTokens + v * Vec::width;
+        const Vec codes = sums.total(h, v);
+        const int at = g * kTileTokens + v * Vec::width;
+        const Vec least = mul(query_sum, load(scales.minimums + at));
+        const Vec group_score = fma(codes, load(scales.scales + at), least);
+        store(score, g ? add(load(score), group_score) : group_score);
+      }
+    }
+  }
+}
+
+// Turns one head's scores of a tile into weights exp(score - m), 0 for tokens not in use, updating m and s.
+// Returns the factor that brings what was summed before to the new m.
+float weigh_tile(const Tile& tile, float* scores, float* m, float* s) {
+  for (int t = 0; t < tile.first; ++t) scores[t] = kNegInf;
+  for (int t = tile.stop; t < kTileTokens; ++t) scores[t] = kNegInf;
+  Vec largest = broadcast(kNegInf);
+#pragma GCC unroll 8
+  for (int v = 0; v < kTileVecs; ++v) largest = max(load(scores + v * Vec::width), largest);
   const float tile_max = reduce_max(largest), new_m = tile_max > *m ? tile_max : *m;
   const Vec base = broadcast(exp_base(new_m));
   Vec sum = broadcast(0.0f);
-  for (int t = 0; t < padded; t += Vec::width) {
-    const Vec weight = exp_nonpositive(sub(load(scores + t), base));
-    store(scores + t, weight);
+#pragma GCC unroll 8
+  for (int v = 0; v < kTileVecs; ++v) {
+    const Vec weight = exp_nonpositive(sub(load(scores + v * Vec::width), base));
+    store(scores + v * Vec::width, weight);
     sum = add(sum, weight);
   }
   const float factor = exp_nonpositive(*m - exp_base(new_m));
@@ -140,62 +264,73 @@ float weigh_tile(float* scores, int count, float scale, float* m, float* s) {
   return factor;
 }
 
-// acc[h, d:d+n] = acc[h, d:d+n] * factors[h] + weights[h] . values[:, d:d+n] for a strip of n = `vecs` vectors.
-template <int heads, int vecs, class T, class F>
-void add_strip(const float* weights, const float* factors, int num_tokens, int d, int stride, int count, float* acc,
-               F value_at) {
-  Vec sums[heads][vecs];
+// sums[h, :] += weights[h, :] . values for `num_tokens` rows of V, of which the vectors from `first_vec` on are read.
+template <int heads, int vecs, class T>
+__attribute__((always_inline)) inline void add_rows(Sums<heads, vecs>& sums, const float* weights, const T* codes,
+                                                    std::int64_t row_items, int num_tokens, int first_vec, int count,
+                                                    Fetcher& fetch) {
 #pragma GCC unroll 8
-  for (int h = 0; h < heads; ++h) {
-#pragma GCC unroll 8
-    for (int i = 0; i < vecs; ++i) {
-      const float* before = acc + h * stride + d + i * Vec::width;
-      sums[h][i] = mul(load_upto(before, count), broadcast(factors[h]));
-    }
-  }
   for (int t = 0; t < num_tokens; ++t) {
-    const T* value = value_at(t) + d;
-    Vec weight[heads];
+    if (t % (8 / fetches_in_eight(heads, vecs)) == 0) fetch();
+    const T* row = codes + t * row_items;
+    // Whichever is fewer stays in registers: the row's vectors or the heads' weights.
+    if constexpr (heads > vecs) {
+      Vec x[vecs];
 #pragma GCC unroll 8
-    for (int h = 0; h < heads; ++h) weight[h] = broadcast(weights[h * kTileTokens + t]);
+      for (int i = 0; i < vecs; ++i) x[i] = load_values(row, first_vec + i, count);
+#pragma GCC unroll 4
+      for (int h = 0; h < heads; ++h) {
+        const Vec weight = broadcast(weights[h * kTileTokens + t]);
 #pragma GCC unroll 8
-    for (int i = 0; i < vecs; ++i) {
-      const Vec x = load_upto(value + i * Vec::width, count);
+        for (int i = 0; i < vecs; ++i) sums.add_product(t, h, i, weight, x[i]);
+      }
+    } else {
+      Vec weight[heads];
+#pragma GCC unroll 4
+      for (int h = 0; h < heads; ++h) weight[h] = broadcast(weights[h * kTileTokens + t]);
 #pragma GCC unroll 8
-      for (int h = 0; h < heads; ++h) sums[h][i] = fma(weight[h], x, sums[h][i]);
+      for (int i = 0; i < vecs; ++i) {
+        const Vec x = load_values(row, first_vec + i, count);
+#pragma GCC unroll 4
+        for (int h = 0; h < heads; ++h) sums.add_product(t, h, i, weight[h], x);
+      }
     }
-  }
-#pragma GCC unroll 8
-  for (int h = 0; h < heads; ++h) {
-#pragma GCC unroll 8
-    for (int i = 0; i < vecs; ++i) store_upto(acc + h * stride + d + i * Vec::width, sums[h][i], count);
   }
 }
 
-// The weighted sum of V of one tile for `heads` heads, strip by strip. V was prefetched by the scores; the
-// first strip prefetches K of the next tile.
-template <int heads, class T>
-void add_values(const float* weights, const float* factors, const T* const* keys, const T* const* next_keys,
-                int num_tokens, int num_next, const fastdecode::LayerView& layer, float* acc) {
-  constexpr int wide = heads == 1 ? 8 : four_fit(heads) ? 4 : 2;
-  const int head_dim = layer.head_dim;
-  const std::int64_t value_bytes = layer.value_bytes, row_bytes = std::int64_t{head_dim} * sizeof(T);
-  const auto values_of = [&](int strip) {
-    return [=, num_fetch = strip == 0 ? num_next : 0](int t) {
-      if (t < num_fetch) prefetch(next_keys[t], row_bytes);
-      return value_of(keys[t], value_bytes);
-    };
-  };
-  int d = 0;
-  for (; d + wide * Vec::width <= head_dim; d += wide * Vec::width) {
-    add_strip<heads, wide, T>(weights, factors, num_tokens, d, head_dim, Vec::width, acc, values_of(d));
+// acc[h, d:d+n] = acc[h, d:d+n] * factors[h] + weights[h] . values[:, d:d+n] for a strip of n = `vecs` vectors;
+// acc has `stride` floats a head. `fetch` runs for every panel.
+template <int heads, int vecs, class T>
+void add_strip(const Tile& tile, const Panels& values, const float* weights, const float* factors, int d, int count,
+               int stride, float* acc, Fetcher& fetch) {
+  Sums<heads, vecs> sums;
+#pragma GCC unroll 4
+  for (int h = 0; h < heads; ++h) {
+#pragma GCC unroll 8
+    for (int i = 0; i < vecs; ++i) {
+      sums.at[0][h][i] = mul(load_upto(acc + h * stride + d + i * Vec::width, count), broadcast(factors[h]));
+    }
   }
-  for (; d + Vec::width <= head_dim; d += Vec::width) {
-    add_strip<heads, 1, T>(weights, factors, num_tokens, d, head_dim, Vec::width, acc, values_of(d));
+  const std::int64_t row_items = values.token_bytes / std::int64_t{sizeof(T)};
+  const bool whole_group = vecs * Vec::width == kGroupDim;
+  const int first_vec = Format<T>::has_minimum && !whole_group ? d % kGroupDim / Vec::width : 0;
+  for (int p = 0; p < tile.num_panels; ++p) {
+    const int first = p == 0 ? tile.first : 0, left = tile.stop - p * kPanelTokens;
+    const T* codes = codes_at(reinterpret_cast<const T*>(values.codes[p]), d) + first * row_items;
+    const float* token_weights = weights + p * kPanelTokens + first;
+    if (first == 0 && left >= kPanelTokens) {
+      add_rows<heads, vecs>(sums, token_weights, codes, row_items, kPanelTokens, first_vec, count, fetch);
+    } else {
+      const int stop = left < kPanelTokens ? left : kPanelTokens;
+      for (int t = first; t < stop; ++t, codes += row_items, ++token_weights) {
+        add_rows<heads, vecs>(sums, token_weights, codes, row_items, 1, first_vec, count, fetch);
+      }
+    }
   }
-  if constexpr (Vec::width > 8) {
-    if (d < head_dim)
-      add_strip<heads, 1, T>(weights, factors, num_tokens, d, head_dim, head_dim - d, acc, values_of(d));
+#pragma GCC unroll 4
+  for (int h = 0; h < heads; ++h) {
+#pragma GCC unroll 8
+    for (int i = 0; i < vecs; ++i) store_upto(acc + h * stride + d + i * Vec::width, sums.total(h, i), count);
   }
 }
 

@@ -1,4 +1,4 @@
-// Conversions between wire, cache and fp32, and the store of K and V: included after a vec_<isa>.h.
+// Conversions between the types of the wire, which are also cache types: included after a vec_<isa>.h.
 #pragma once
 
 #include <string.h>
@@ -57,20 +57,6 @@ void convert(const void* source, std::int32_t source_dtype, void* target, std::i
   kConversions[source_dtype][target_dtype](source, target, count);
 }
 
-std::int64_t dtype_bytes(std::int32_t dtype) { return dtype == fastdecode::kFloat32 ? 4 : 2; }
-
-void store_row(const fastdecode::StoreArgs& args, std::int64_t row) {
-  const auto& layer = args.layer;
-  const Convert to_cache = kConversions[args.wire_dtype][layer.dtype];
-  const std::int64_t wire_bytes = layer.head_dim * dtype_bytes(args.wire_dtype);
-  const char* source = args.rows + row * args.row_bytes;
-  char* token = layer.keys + args.token_bytes[row];
-  for (int part = 0; part < 2; ++part) {  // K, V
-    for (int head = 0; head < args.num_kv_heads; ++head) {
-      to_cache(source, token + part * layer.value_bytes + head * layer.head_bytes, layer.head_dim);
-      source += wire_bytes;
-    }
-  }
-}
+std::int64_t wire_bytes(std::int32_t dtype) { return dtype == fastdecode::kFloat32 ? 4 : 2; }
 
 }  // namespace

@@ -1,17 +1,19 @@
 // Decode attention of one row over one span of its tokens, once for all instruction sets: included after a
 // vec_<isa>.h. One pass over K and V in tiles of a few tokens (online softmax); fp32 throughout; every byte
-// of K and V is read once for all query heads of its KV head.
+// of K and V is read from memory once for all query heads of its KV head.
 #pragma once
 
 #include <math.h>
 #include <string.h>
 
 #include "attention_tile.inl.h"
-#include "convert.inl.h"
+#include "read_loops.inl.h"
+#include "store.inl.h"
 
 namespace {
 
 using fastdecode::AttendArgs;
+using fastdecode::Cache;
 using fastdecode::Span;
 
 // A span's result so far, in the layout of kernels.h.
@@ -21,116 +23,308 @@ struct Partial {
   float* s;    // [group_size]
 
   Partial(const AttendArgs& args, float* floats)
-      : acc(floats), m(acc + args.group_size * args.layer.head_dim), s(m + args.group_size) {}
+      : acc(floats), m(acc + args.group_size * args.head_dim), s(m + args.group_size) {}
 };
 
-// One thread's memory, in the layout of `workspace_floats`.
+// One thread's memory, of `workspace_floats`. groups: of int4 along head_dim.
 struct Workspace {
-  float* queries;  // [group_size, head_dim] in fp32
-  float* weights;  // [group_size, kTileTokens] scores, then exp(score - m)
-  float* row;      // [head_dim]
-  float* partial;  // of the newest token
+  float* queries;         // [group_size, head_dim] in fp32, times the scale of the scores
+  float* query_sums;      // [group_size, groups] sums of queries over groups
+  float* weights;         // [group_size, kTileTokens] scores, then exp(score - m)
+  float* value_weights;   // [groups, group_size, kTileTokens] weights times the scales of V
+  float* key_scales;      // [groups, kTileTokens] of the tile, and so on
+  float* key_minimums;    //
+  float* value_scales;    //
+  float* value_minimums;  //
+  float* minimum_sums;    // [group_size, groups] weighted sums of V's minimums
+  float* row;             // [head_dim]
+  float* partial;         // of the newest token
 
-  Workspace(const AttendArgs& args, float* floats)
-      : queries(floats),
-        weights(queries + args.group_size * args.layer.head_dim),
-        row(weights + args.group_size * kTileTokens),
-        partial(floats + fastdecode::workspace_floats(args.group_size, args.layer.head_dim) -
-                fastdecode::partial_floats(args.group_size, args.layer.head_dim)) {}
+  Workspace(const AttendArgs& args, float* floats) {
+    const int group_size = args.group_size, head_dim = args.head_dim, groups = num_groups(head_dim);
+    const auto take = [&](int count) {
+      float* taken = floats;
+      floats += round_to_line(count);
+      return taken;
+    };
+    queries = take(group_size * head_dim);
+    query_sums = take(group_size * groups);
+    weights = take(group_size * kTileTokens);
+    value_weights = take(groups * group_size * kTileTokens);
+    key_scales = take(groups * kTileTokens);
+    key_minimums = take(groups * kTileTokens);
+    value_scales = take(groups * kTileTokens);
+    value_minimums = take(groups * kTileTokens);
+    minimum_sums = take(group_size * groups);
+    row = take(head_dim);
+    partial = floats;
+  }
 };
 
-// K of the tokens [start, stop), filled up to a multiple of 4 with the last one. No other token is read.
-template <class T>
-void find_keys(const AttendArgs& args, const Span& span, int start, int stop, const T** keys) {
-  const auto& layer = args.layer;
-  const std::int32_t* table = args.blocks;
-  const std::int64_t base = args.table_base[span.row];
-  int count = 0;
-  for (int token = start; token < stop;) {
-    const int block = token / layer.block_size, within = token % layer.block_size;
-    const int run = stop - token < layer.block_size - within ? stop - token : layer.block_size - within;
-    const char* head = layer.keys + table[base + block] * layer.block_bytes + span.head * layer.head_bytes;
-    const T* first = reinterpret_cast<const T*>(head) + std::int64_t{within} * layer.head_dim;
-    for (int i = 0; i < run; ++i) keys[count++] = first + std::int64_t{i} * layer.head_dim;
-    token += run;
+// The panels with the tokens [start, stop) of a span, stop - start <= kTileTokens. No other block is read.
+Tile find_tile(const AttendArgs& args, const Span& span, int start, int stop) {
+  const Cache& cache = args.caches[span.cache];
+  const LayerView& layer = cache.layer;
+  const std::int32_t* table = cache.blocks + cache.table_base[span.row];
+  const int first_panel = start / kPanelTokens, stop_panel = (stop - 1) / kPanelTokens + 1;
+  const int panels_per_block = layer.block_size / kPanelTokens;
+  Tile tile;
+  tile.num_panels = stop_panel - first_panel;
+  tile.first = start - first_panel * kPanelTokens;
+  tile.stop = stop - first_panel * kPanelTokens;
+  int block = first_panel / panels_per_block, within = first_panel % panels_per_block;
+  for (int p = 0; p < kTilePanels; ++p) {
+    if (p >= tile.num_panels) {
+      tile.heads[p] = tile.heads[p - 1];
+      tile.panels[p] = tile.panels[p - 1];
+      continue;
+    }
+    tile.heads[p] = layer.keys + table[block] * layer.block_bytes + span.head * layer.head_bytes;
+    tile.panels[p] = within;
+    if (++within == panels_per_block) {
+      within = 0;
+      ++block;
+    }
   }
-  for (; count % 4 != 0; ++count) keys[count] = keys[count - 1];
+  return tile;
+}
+
+// The scales and minimums of K (part_bytes 0) or V of a tile, in fp32.
+template <class T>
+TileScales load_tile_scales(const Tile& tile, const LayerView& layer, std::int64_t part_bytes, float* scales,
+                            float* minimums) {
+  if constexpr (Format<T>::has_scale) {
+    using Scale = typename Format<T>::Scale;
+    const int groups = Format<T>::has_minimum ? num_groups(layer.head_dim) : 1;
+    const std::int64_t codes = layer.block_size * code_bytes(dtype_of<T>, layer.head_dim);
+    for (int p = 0; p < tile.num_panels; ++p) {
+      const int token = p * kPanelTokens;
+      const Scale* source =
+          reinterpret_cast<const Scale*>(tile.heads[p] + part_bytes + codes) + tile.panels[p] * kPanelTokens;
+      for (int g = 0; g < groups; ++g, source += layer.block_size)
+        widen_scales(source, scales + g * kTileTokens + token);
+      if constexpr (!Format<T>::has_minimum) continue;
+      for (int g = 0; g < groups; ++g, source += layer.block_size) {
+        widen_scales(source, minimums + g * kTileTokens + token);
+      }
+    }
+    for (int g = 0; g < groups; ++g) {
+      clear_unused(tile, scales + g * kTileTokens);
+      if constexpr (Format<T>::has_minimum) clear_unused(tile, minimums + g * kTileTokens);
+    }
+  }
+  return {scales, minimums};
 }
 
 // Scores of one tile for all query heads, into workspace.weights.
-template <class T>
-void score_tile(const AttendArgs& args, const Workspace& workspace, const T* const* keys, int count) {
-  const auto& layer = args.layer;
-  for_head_runs(args.group_size, [&](auto heads, int head) {
-    const float* queries = workspace.queries + head * layer.head_dim;
-    float* scores = workspace.weights + head * kTileTokens;
-    constexpr int num_heads = decltype(heads)::value, tokens = four_fit(num_heads) ? 4 : 2;
-    for (int t = 0; t < count; t += tokens) {
-      score_tokens<num_heads, tokens>(queries, keys + t, layer.head_dim, scores + t);
-      if (head > 0) continue;
-      for (int i = t; i < t + tokens; ++i) {
-        prefetch(value_of(keys[i], layer.value_bytes), std::int64_t{layer.head_dim} * sizeof(T));
+template <class K>
+void score_tile(const AttendArgs& args, const LayerView& layer, const Workspace& workspace, const Tile& tile,
+                Fetcher& fetch) {
+  const int head_dim = layer.head_dim, groups = num_groups(head_dim);
+  const TileScales scales = load_tile_scales<K>(tile, layer, 0, workspace.key_scales, workspace.key_minimums);
+  const Panels keys(tile, 0, layer.key_dtype, head_dim);
+  const int num_vecs = (tile.num_panels * kPanelTokens + Vec::width - 1) / Vec::width;
+  for_head_runs(args.group_size, [&](auto heads_constant, int head) {
+    constexpr int heads = decltype(heads_constant)::value, most = columns_at_once<K>(heads);
+    const auto score = [&](auto vecs_constant, int vec) {
+      constexpr int vecs = decltype(vecs_constant)::value;
+      const int token = vec * Vec::width;
+      Column<K> columns[vecs];
+      for (int v = 0; v < vecs; ++v) columns[v] = column_of<K>(keys, vec + v);
+      score_columns<heads, vecs>(workspace.queries + head * head_dim, workspace.query_sums + head * groups, head_dim,
+                                 columns, {scales.scales + token, scales.minimums + token},
+                                 workspace.weights + head * kTileTokens + token, fetch);
+    };
+    int vec = 0;
+    for (; vec + most <= num_vecs; vec += most) score(Count<most>{}, vec);
+    for (; vec < num_vecs; ++vec) score(Count<1>{}, vec);
+  });
+}
+
+// The weights of a run of heads times the scales of V, and what the minimums of V add.
+template <class V>
+const float* scale_weights(const AttendArgs& args, const Workspace& workspace, TileScales scales, int head,
+                           int num_heads, const float* factors) {
+  const float* weights = workspace.weights + head * kTileTokens;
+  if constexpr (!Format<V>::has_scale) return weights;
+  const int groups = Format<V>::has_minimum ? num_groups(args.head_dim) : 1;
+  for (int g = 0; g < groups; ++g) {
+    const int at = g * kTileTokens;
+    for (int h = 0; h < num_heads; ++h) {
+      float* target = workspace.value_weights + (g * args.group_size + head + h) * kTileTokens;
+      Vec sum = broadcast(0.0f);
+#pragma GCC unroll 8
+      for (int v = 0; v < kTileVecs; ++v) {
+        const int t = v * Vec::width;
+        const Vec weight = load(weights + h * kTileTokens + t);
+        store(target + t, mul(weight, load(scales.scales + at + t)));
+        if constexpr (Format<V>::has_minimum) sum = fma(weight, load(scales.minimums + at + t), sum);
+      }
+      if constexpr (Format<V>::has_minimum) {
+        float& total = workspace.minimum_sums[(head + h) * groups + g];
+        total = total * factors[h] + reduce_add(sum);
       }
     }
-  });
+  }
+  return workspace.value_weights + head * kTileTokens;
 }
 
 // Softmax weights and weighted sum of one tile, for all query heads.
-template <class T>
-void add_tile(const AttendArgs& args, const Workspace& workspace, const T* const* keys, const T* const* next_keys,
-              int count, int num_next, const Partial& partial) {
-  for_head_runs(args.group_size, [&](auto heads, int head) {
-    constexpr int num_heads = decltype(heads)::value;
-    float* weights = workspace.weights + head * kTileTokens;
-    float factors[num_heads];
-    for (int h = 0; h < num_heads; ++h) {
-      factors[h] = weigh_tile(weights + h * kTileTokens, count, args.scale, partial.m + head + h, partial.s + head + h);
+template <class V>
+void add_tile(const AttendArgs& args, const LayerView& layer, const Workspace& workspace, const Tile& tile,
+              const Partial& partial, Fetcher& fetch) {
+  const int head_dim = layer.head_dim;
+  const TileScales scales =
+      load_tile_scales<V>(tile, layer, layer.value_bytes, workspace.value_scales, workspace.value_minimums);
+  const Panels values(tile, layer.value_bytes, layer.value_dtype, head_dim);
+  for_head_runs(args.group_size, [&](auto heads_constant, int head) {
+    constexpr int heads = decltype(heads_constant)::value;
+    float factors[heads];
+    for (int h = 0; h < heads; ++h) {
+      factors[h] =
+          weigh_tile(tile, workspace.weights + (head + h) * kTileTokens, partial.m + head + h, partial.s + head + h);
     }
-    add_values<num_heads>(weights, factors, keys, next_keys, count, head == 0 ? num_next : 0, args.layer,
-                          partial.acc + head * args.layer.head_dim);
+    const float* weights = scale_weights<V>(args, workspace, scales, head, heads, factors);
+    const auto add = [&](auto vecs_constant, int d, int count) {
+      const int group = Format<V>::has_minimum ? d / kGroupDim : 0;
+      add_strip<heads, decltype(vecs_constant)::value, V>(tile, values, weights + group * args.group_size * kTileTokens,
+                                                          factors, d, count, head_dim, partial.acc + head * head_dim,
+                                                          fetch);
+    };
+    constexpr int most = strip_at_once<V>(heads);
+    int d = 0;
+    for (; d + most * Vec::width <= head_dim; d += most * Vec::width) add(Count<most>{}, d, Vec::width);
+    for (; d + Vec::width <= head_dim; d += Vec::width) add(Count<1>{}, d, Vec::width);
+    if constexpr (Vec::width > 8) {
+      if (d < head_dim) add(Count<1>{}, d, head_dim - d);
+    }
   });
 }
 
-template <class T>
-void attend_typed(const AttendArgs& args, const Span& span, const Partial& partial, const Workspace& workspace) {
-  const T* keys[2][kTileTokens];  // this tile's and the next one's
-  const auto stop_of = [&](int start) { return span.stop - start < kTileTokens ? span.stop : start + kTileTokens; };
-  int stop = stop_of(span.start), current = 0;
-  find_keys(args, span, span.start, stop, keys[current]);
-  for (int start = span.start; start < span.stop; current = 1 - current) {
-    const int next_stop = stop_of(stop), count = stop - start;
-    find_keys(args, span, stop, next_stop, keys[1 - current]);
-    score_tile(args, workspace, keys[current], count);
-    add_tile(args, workspace, keys[current], keys[1 - current], count, next_stop - stop, partial);
-    start = stop;
-    stop = next_stop;
+// How often they call `fetch` for a whole tile.
+template <class K>
+int fetches_of_scores(const AttendArgs& args) {
+  int calls = 0;
+  for_head_runs(args.group_size, [&](auto heads_constant, int) {
+    constexpr int heads = decltype(heads_constant)::value, vecs = columns_at_once<K>(heads);
+    calls += kTileVecs / vecs * (args.head_dim / 8) * fetches_in_eight(heads, vecs);
+  });
+  return calls;
+}
+template <class V>
+int fetches_of_values(const AttendArgs& args) {
+  int calls = 0;
+  for_head_runs(args.group_size, [&](auto heads_constant, int) {
+    constexpr int heads = decltype(heads_constant)::value, vecs = strip_at_once<V>(heads);
+    const int strips = args.head_dim / (vecs * Vec::width), rest = args.head_dim - strips * vecs * Vec::width;
+    calls += strips * kTilePanels * fetches_in_eight(heads, vecs);
+    calls += (rest + Vec::width - 1) / Vec::width * kTilePanels * fetches_in_eight(heads, 1);
+  });
+  return calls;
+}
+
+// What is done with K, or with V, of one type.
+struct KeyKernel {
+  void (*score)(const AttendArgs&, const LayerView&, const Workspace&, const Tile&, Fetcher&);
+  int (*num_fetches)(const AttendArgs&);
+};
+struct ValueKernel {
+  void (*add)(const AttendArgs&, const LayerView&, const Workspace&, const Tile&, const Partial&, Fetcher&);
+  int (*num_fetches)(const AttendArgs&);
+};
+
+template <class K>
+constexpr KeyKernel key_kernel = {score_tile<K>, fetches_of_scores<K>};
+template <class V>
+constexpr ValueKernel value_kernel = {add_tile<V>, fetches_of_values<V>};
+
+// In the order of DType.
+constexpr KeyKernel kKeyKernels[5] = {key_kernel<float>, key_kernel<Half>, key_kernel<BFloat16>, key_kernel<Int8>,
+                                      key_kernel<Int4>};
+constexpr ValueKernel kValueKernels[5] = {value_kernel<float>, value_kernel<Half>, value_kernel<BFloat16>,
+                                          value_kernel<Int8>, value_kernel<Int4>};
+
+// Puts V's minimums into the sums of codes, and takes out what `nibble` multiplied them by.
+void finish_codes(const AttendArgs& args, const Workspace& workspace, const Partial& partial) {
+  const int head_dim = args.head_dim, groups = num_groups(head_dim);
+  for (int h = 0; h < args.group_size; ++h) {
+    float* acc = partial.acc + h * head_dim;
+    for (int d = 0; d < head_dim; d += kGroupWords) {
+      const float factor = 1.0f / nibble_factor(d % kGroupDim / kGroupWords);  // exact
+      const float minimum = workspace.minimum_sums[h * groups + d / kGroupDim];
+      for (int i = d; i < d + kGroupWords; ++i) acc[i] = acc[i] * factor + minimum;
+    }
   }
 }
 
-void load_queries(const AttendArgs& args, const Span& span, float* queries) {
-  const std::int64_t count = std::int64_t{args.group_size} * args.layer.head_dim;
-  const char* row = args.queries + span.row * args.query_row_bytes;
-  convert(row + span.head * count * dtype_bytes(args.wire_dtype), args.wire_dtype, queries, fastdecode::kFloat32,
-          count);
+void attend_tiles(const AttendArgs& args, const Span& span, const Span* next_span, const Partial& partial,
+                  const Workspace& workspace) {
+  const LayerView& layer = args.caches[span.cache].layer;
+  const KeyKernel& keys = kKeyKernels[layer.key_dtype];
+  const ValueKernel& values = kValueKernels[layer.value_dtype];
+  const int key_fetches = keys.num_fetches(args), value_fetches = values.num_fetches(args);
+  // Tiles end at multiples of their size, wherever the span begins.
+  const auto stop_of = [](const Span& of, int start) {
+    const int stop = (start / kTileTokens + 1) * kTileTokens;
+    return of.stop < stop ? of.stop : stop;
+  };
+  int start = span.start, stop = stop_of(span, start);
+  Tile tile = find_tile(args, span, start, stop);
+  while (true) {
+    const bool is_last = stop == span.stop;
+    const Span* next_of = is_last ? next_span : &span;
+    Tile next_tile;
+    if (next_of) {
+      start = is_last ? next_of->start : stop;
+      stop = stop_of(*next_of, start);
+      next_tile = find_tile(args, *next_of, start, stop);
+    }
+    Fetcher fetch_values(&tile, layer.value_bytes, layer.value_dtype, args.head_dim, key_fetches);
+    keys.score(args, layer, workspace, tile, fetch_values);
+    const LayerView& next_layer = args.caches[next_of ? next_of->cache : 0].layer;
+    Fetcher fetch_keys(next_of ? &next_tile : nullptr, 0, next_layer.key_dtype, args.head_dim, value_fetches);
+    values.add(args, layer, workspace, tile, partial, fetch_keys);
+    if (is_last) break;
+    tile = next_tile;
+  }
+  if (layer.value_dtype == fastdecode::kInt4) finish_codes(args, workspace, partial);
 }
 
-void attend_span(const AttendArgs& args, const Span& span, float* partial_memory, float* workspace_memory) {
-  const Partial partial(args, partial_memory);
+// Queries in fp32, times the scale of the scores; for int4 their sums over groups, and divided by `nibble_factor`.
+void load_queries(const AttendArgs& args, const Span& span, const Workspace& workspace) {
+  const int head_dim = args.head_dim, groups = num_groups(head_dim);
+  const bool is_int4 = args.caches[span.cache].layer.key_dtype == fastdecode::kInt4;
+  const std::int64_t head_bytes = head_dim * wire_bytes(args.wire_dtype);
+  const char* row = args.queries + span.row * args.query_row_bytes + span.head * args.group_size * head_bytes;
+  for (int h = 0; h < args.group_size; ++h) {
+    float *query = workspace.queries + h * head_dim, *sums = workspace.query_sums + h * groups;
+    convert(row + h * head_bytes, args.wire_dtype, query, fastdecode::kFloat32, head_dim);
+    for (int d = 0; d < head_dim; ++d) query[d] *= args.scale;
+    if (!is_int4) continue;
+    for (int g = 0; g < groups; ++g) {
+      const int stop = head_dim - g * kGroupDim < kGroupDim ? head_dim : (g + 1) * kGroupDim;
+      Vec sum = broadcast(0.0f);
+      for (int d = g * kGroupDim; d < stop; d += Vec::width) sum = add(sum, load_upto(query + d, stop - d));
+      sums[g] = reduce_add(sum);
+    }
+    for (int d = 0; d < head_dim; d += 8) {
+      for (int i = 0; i < 8; ++i) query[d + i] *= 1.0f / nibble_factor(i % 4);  // exact
+    }
+  }
+}
+
+void attend_span(const AttendArgs& args, const Span& span, const Span* next, float* partial_memory,
+                 float* workspace_memory) {
   const Workspace workspace(args, workspace_memory);
-  load_queries(args, span, workspace.queries);
-  memset(partial.acc, 0, sizeof(float) * args.group_size * args.layer.head_dim);
+  const Partial partial(args, partial_memory);
+  load_queries(args, span, workspace);
+  memset(partial.acc, 0, sizeof(float) * args.group_size * args.head_dim);
+  memset(workspace.minimum_sums, 0, sizeof(float) * args.group_size * num_groups(args.head_dim));
   for (int h = 0; h < args.group_size; ++h) {
     partial.m[h] = kNegInf;
     partial.s[h] = 0.0f;
   }
-  switch (args.layer.dtype) {
-    case fastdecode::kFloat16:
-      return attend_typed<Half>(args, span, partial, workspace);
-    case fastdecode::kBFloat16:
-      return attend_typed<BFloat16>(args, span, partial, workspace);
-    default:
-      return attend_typed<float>(args, span, partial, workspace);
-  }
+  attend_tiles(args, span, next, partial, workspace);
 }
 
 // row += weight * acc
@@ -145,7 +339,7 @@ void add_scaled(float* row, const float* acc, float weight, int head_dim) {
 // Returns log(sum exp(score)).
 float merge_head(const AttendArgs& args, const float* partials, std::int64_t num_partials, int h,
                  const Workspace& workspace) {
-  const int head_dim = args.layer.head_dim;
+  const int head_dim = args.head_dim;
   const std::int64_t stride = fastdecode::partial_floats(args.group_size, head_dim);
   const auto partial_at = [&](std::int64_t i) {
     return Partial(args, i < num_partials ? const_cast<float*>(partials) + i * stride : workspace.partial);
@@ -174,19 +368,23 @@ void finish_row(const AttendArgs& args, std::int32_t row, std::int32_t head, con
                 std::int64_t num_partials, float* workspace_memory) {
   const Workspace workspace(args, workspace_memory);
   const std::int32_t newest = args.positions[row];
-  attend_span(args, {row, head, newest, newest + 1}, workspace.partial, workspace_memory);
+  attend_span(args, {row, head, newest, newest + 1, args.newest_cache}, nullptr, workspace.partial, workspace_memory);
   char* out = args.out + row * args.out_row_bytes;
+  const std::int64_t head_bytes = args.head_dim * wire_bytes(args.wire_dtype);
   for (int h = 0; h < args.group_size; ++h) {
     const std::int64_t query_head = std::int64_t{head} * args.group_size + h;
     const float lse = merge_head(args, partials, num_partials, h, workspace);
-    convert(workspace.row, fastdecode::kFloat32, out + query_head * args.layer.head_dim * dtype_bytes(args.wire_dtype),
-            args.wire_dtype, args.layer.head_dim);
+    convert(workspace.row, fastdecode::kFloat32, out + query_head * head_bytes, args.wire_dtype, args.head_dim);
     if (args.lse) args.lse[std::int64_t{row} * args.num_heads + query_head] = lse;
   }
 }
 
+void exp_values(const float* source, float* target, std::int64_t count) {
+  for (std::int64_t i = 0; i < count; i += Vec::width) store(target + i, exp_nonpositive(load(source + i)));
+}
+
 constexpr fastdecode::Kernels make_kernels(const char* name) {
-  return {name, attend_span, finish_row, store_row, convert};
+  return {name, attend_span, finish_row, store_row, convert, exp_values, read_loop};
 }
 
 }  // namespace

@@ -1,6 +1,8 @@
 // Which instruction sets can run here. Compiled with baseline flags only.
 #include "kernels.h"
 
+#include "layout.inl.h"
+
 namespace fastdecode {
 
 extern const Kernels scalar_kernels;
@@ -52,19 +54,22 @@ const Table& table() {
   return probed;
 }
 
-std::int64_t round_to_line(std::int64_t floats) { return (floats + 15) / 16 * 16; }
-
 }  // namespace
 
-// Whole cache lines, so that two threads never write to the same one.
+std::int64_t token_bytes(std::int32_t dtype, std::int32_t head_dim) {
+  return code_bytes(dtype, head_dim) + scale_bytes(dtype, head_dim);
+}
+
 std::int64_t partial_floats(std::int32_t group_size, std::int32_t head_dim) {
   return round_to_line(std::int64_t{group_size} * (head_dim + 2));
 }
 
+// As `Workspace` takes it: each of its arrays begins on a cache line.
 std::int64_t workspace_floats(std::int32_t group_size, std::int32_t head_dim) {
-  const std::int64_t queries = std::int64_t{group_size} * head_dim;
-  const std::int64_t scores = std::int64_t{group_size} * kTileTokens;
-  return round_to_line(queries + scores + head_dim) + partial_floats(group_size, head_dim);
+  const std::int64_t groups = num_groups(head_dim), heads = group_size;
+  return round_to_line(heads * head_dim) + 2 * round_to_line(heads * groups) + round_to_line(heads * kTileTokens) +
+         round_to_line(groups * heads * kTileTokens) + 4 * round_to_line(groups * kTileTokens) +
+         round_to_line(head_dim) + partial_floats(group_size, head_dim);
 }
 
 int num_available() { return table().count; }

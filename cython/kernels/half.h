@@ -1,4 +1,4 @@
-// Storage types of 16 bits, and limits that all instruction sets share.
+// Storage types of the KV cache and the wire, and limits that all instruction sets share.
 #pragma once
 
 #include <cstdint>
@@ -11,6 +11,14 @@ struct Half {
 
 struct BFloat16 {
   std::uint16_t bits;  // the upper half of a float
+};
+
+struct Int8 {
+  std::int8_t code;  // value = scale * code
+};
+
+struct Int4 {
+  std::uint16_t codes;  // four unsigned codes, the first in the low bits; value = minimum + scale * code
 };
 
 constexpr float kHalfMax = 65504.0f;

@@ -1,40 +1,58 @@
 // The interface between the binding and the arithmetic: plain structs and one table of functions
 // per instruction set. Nothing here is threaded, allocates, or knows Python.
 //
-// A block of the KV cache is [layer of the group, K or V, KV head, block_size, head_dim]: K and V of
-// one layer and KV head are each contiguous. Offsets are 64-bit bytes.
+// A block of the KV cache is [layer of the group, KV head, (K, V)], each part contiguous; offsets are 64-bit bytes.
+// Values are quantised or not by part; kPanelTokens tokens are a panel:
+//   K codes  [block_size / 8][head_dim][8 tokens]     a vector of tokens at one d: scores need no horizontal sums
+//   V codes  [block_size][head_dim]                   a vector along head_dim of one token
+//   int8     then float scale [block_size]            value = scale * code
+//   int4     then half scale [groups][block_size], half minimum [groups][block_size]; value = minimum + scale * code;
+//            a group is 32 values along head_dim. 16-bit words hold four codes, the first in the low bits:
+//            K words [block_size / 8][head_dim / 4][8 tokens], the codes of a word follow each other along head_dim;
+//            V words [block_size][groups][8], code i of word j is value 8 i + j of its group
 #pragma once
 
 #include <cstdint>
 
 namespace fastdecode {
 
-constexpr int kTileTokens = 32;  // tokens per step of the online softmax
+constexpr int kPanelTokens = 8;
+constexpr int kTileTokens = 64;  // tokens per step of the online softmax
+constexpr int kGroupDim = 32;    // values along head_dim that share an int4 scale and minimum
+constexpr int kMaxHeadDim = 256;
 
-enum DType : std::int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2 };
+enum DType : std::int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kInt8 = 3, kInt4 = 4 };
 
 // One layer of a KV partition, as all kernels see it.
 struct LayerView {
   char* keys;                // K of KV head 0 in block 0
   std::int64_t block_bytes;  // from one block to the next
-  std::int64_t value_bytes;  // from K to V of the same KV head
   std::int64_t head_bytes;   // from one KV head to the next
-  std::int32_t block_size;   // tokens
+  std::int64_t value_bytes;  // from K to V of the same KV head
+  std::int32_t block_size;   // tokens, a multiple of kPanelTokens
   std::int32_t head_dim;
-  std::int32_t dtype;  // of the cache
+  std::int32_t key_dtype;
+  std::int32_t value_dtype;
+};
+
+// One layer of a cache, and where the tokens of all rows lie in it.
+struct Cache {
+  LayerView layer;
+  const std::int32_t* blocks;      // block tables of all rows, one after the other
+  const std::int64_t* table_base;  // [num_rows] token t of row r lies in blocks[table_base[r] + t / block_size]
 };
 
 // What stays the same for all items of one attention call.
 struct AttendArgs {
-  LayerView layer;
-  const std::int32_t* blocks;      // block tables of all rows, one after the other
-  const std::int64_t* table_base;  // [num_rows] token t of row r lies in blocks[table_base[r] + t / block_size]
-  const std::int32_t* positions;   // [num_rows] the newest token, already in the cache
-  const char* queries;             // [num_rows, num_heads, head_dim], `query_row_bytes` from row to row
+  Cache caches[2];                // of all tokens, and if that is quantised, of the most recent ones as they came
+  const std::int32_t* positions;  // [num_rows] the newest token, already in the cache
+  const char* queries;            // [num_rows, num_heads, head_dim], `query_row_bytes` from row to row
   std::int64_t query_row_bytes;
   char* out;  // [num_rows, num_heads, head_dim], `out_row_bytes` from row to row
   std::int64_t out_row_bytes;
-  float* lse;               // [num_rows, num_heads] log of the softmax denominator, or null
+  float* lse;                 // [num_rows, num_heads] log of the softmax denominator, or null
+  std::int32_t newest_cache;  // where the newest token is read
+  std::int32_t head_dim;
   std::int32_t group_size;  // query heads of one KV head
   std::int32_t num_heads;   // query heads
   std::int32_t wire_dtype;  // of queries and out
@@ -47,17 +65,21 @@ struct Span {
   std::int32_t head;   // KV head
   std::int32_t start;  // first token
   std::int32_t stop;   // one past the last token
+  std::int32_t cache;  // which of the two
 };
 
 // Where the K and V of some rows go.
 struct StoreArgs {
   LayerView layer;
-  const std::int64_t* token_bytes;  // [num_rows] offset of the row's token from K of its KV head in block 0
-  const char* rows;                 // [num_rows, (K, V), num_kv_heads, head_dim], `row_bytes` from row to row
+  const std::int64_t* places;  // [num_rows] block * block_size + place in the block, of the row's token
+  const char* rows;            // [num_rows, (K, V), num_kv_heads, head_dim], `row_bytes` from row to row
   std::int64_t row_bytes;
   std::int32_t num_kv_heads;
   std::int32_t wire_dtype;  // of rows
 };
+
+// Bytes of one token's K (or V) of one KV head, scales included.
+std::int64_t token_bytes(std::int32_t dtype, std::int32_t head_dim);
 
 // The result of one span, before it is merged: for the query heads of one KV head
 //   acc [group_size, head_dim], the weighted sum of V; m [group_size], the largest score;
@@ -67,19 +89,24 @@ std::int64_t partial_floats(std::int32_t group_size, std::int32_t head_dim);
 std::int64_t workspace_floats(std::int32_t group_size, std::int32_t head_dim);
 
 // All functions are pure apart from the memory they are told to write, so they may run in any number of
-// threads at once, each with its own workspace.
+// threads at once, each with its own workspace (64-byte aligned).
 struct Kernels {
   const char* name;
-  // Attention of one row's query heads over one span.
-  void (*attend_span)(const AttendArgs& args, const Span& span, float* partial, float* workspace);
+  // Attention of one row's query heads over one span. `next`, if not null, is what this thread reads afterwards.
+  void (*attend_span)(const AttendArgs& args, const Span& span, const Span* next, float* partial, float* workspace);
   // Attention over the newest token, merged after `num_partials` partials of older spans; writes out and lse.
   void (*finish_row)(const AttendArgs& args, std::int32_t row, std::int32_t head, const float* partials,
                      std::int64_t num_partials, float* workspace);
   // Store K and V of one row.
   void (*store_row)(const StoreArgs& args, std::int64_t row);
-  // Convert `count` (a multiple of 8) values from one type to another.
+  // Convert `count` (a multiple of 8) values from one wire type to another.
   void (*convert)(const void* source, std::int32_t source_dtype, void* target, std::int32_t target_dtype,
                   std::int64_t count);
+  // exp of `count` (a multiple of 16) values that are at most 0, as the softmax computes it.
+  void (*exp_nonpositive)(const float* source, float* target, std::int64_t count);
+  // Sum of `count` floats, to measure how fast memory is read: variants 0 to 2 keep 1, 4 and 8 running sums,
+  // 3 to 5 do the same with prefetches.
+  float (*read_loop)(const float* data, std::int64_t count, int variant);
 };
 
 // Instruction sets that this build has and this processor can run, slowest first.

@@ -22,6 +22,19 @@ Vec load(const BFloat16* p) {
   return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_bits(p)), 16))};
 }
 
+Vec load(const Int8* p) {
+  const __m128i codes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes))};
+}
+
+struct Words {
+  __m256i v;
+};
+Words load_words(const Int4* p) { return {_mm256_cvtepu16_epi32(load_bits(p))}; }
+Vec nibble(Words words, int index) {
+  return {_mm256_cvtepi32_ps(_mm256_and_si256(words.v, _mm256_set1_epi32(15 << 4 * index)))};
+}
+
 // Integer rounding to nearest even; NaN is made quiet instead, as rounding could turn it into infinity.
 __m128i bfloat16_bits(__m256 x) {
   const __m256i bits = _mm256_castps_si256(x);
@@ -44,17 +57,12 @@ Vec sub(Vec a, Vec b) { return {_mm256_sub_ps(a.v, b.v)}; }
 Vec mul(Vec a, Vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
 Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
 Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }
-
-// Sums of four vectors at once, so that there is not one horizontal sum for each.
-void reduce_add4(Vec a, Vec b, Vec c, Vec d, float* sums) {
-  const __m256 pairs = _mm256_hadd_ps(_mm256_hadd_ps(a.v, b.v), _mm256_hadd_ps(c.v, d.v));
-  _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1)));
-}
+Vec abs(Vec a) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.v)}; }
 
 float reduce_add(Vec x) {
-  float sums[4];
-  reduce_add4(x, x, x, x, sums);
-  return sums[0];
+  __m128 sum = _mm_add_ps(_mm256_castps256_ps128(x.v), _mm256_extractf128_ps(x.v, 1));
+  sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));
+  return _mm_cvtss_f32(_mm_add_ss(sum, _mm_shuffle_ps(sum, sum, 1)));
 }
 
 float reduce_max(Vec x) {
@@ -64,7 +72,7 @@ float reduce_max(Vec x) {
 }
 
 Vec saturate(Vec x, float limit) {
-  const __m256 magnitude = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x.v);
+  const __m256 magnitude = abs(x).v;
   const __m256 is_inf = _mm256_cmp_ps(magnitude, _mm256_set1_ps(__builtin_inff()), _CMP_EQ_OQ);
   // The limit is the first operand: where x is NaN, min and max return the second.
   const __m256 low = _mm256_min_ps(_mm256_set1_ps(limit), x.v);

@@ -28,6 +28,44 @@ Vec load_part(const float* p, int count) { return {_mm512_maskz_loadu_ps(first(c
 Vec load_part(const Half* p, int count) { return {half_to_float(_mm256_maskz_loadu_epi16(first(count), p))}; }
 Vec load_part(const BFloat16* p, int count) { return {bfloat16_to_float(_mm256_maskz_loadu_epi16(first(count), p))}; }
 
+Vec load(const Int8* p) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+}
+
+Vec load_part(const Int8* p, int count) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(first(count), p)))};
+}
+
+__m256i join_words(const void* low, const void* high) {
+  const __m128i bits = _mm_loadu_si128(static_cast<const __m128i*>(low));
+  return _mm256_inserti128_si256(_mm256_castsi128_si256(bits), _mm_loadu_si128(static_cast<const __m128i*>(high)), 1);
+}
+
+Vec load_halves(const float* low, const float* high) {
+  return {_mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(low)), _mm256_loadu_ps(high), 1)};
+}
+Vec load_halves(const Half* low, const Half* high) { return {half_to_float(join_words(low, high))}; }
+Vec load_halves(const BFloat16* low, const BFloat16* high) { return {bfloat16_to_float(join_words(low, high))}; }
+Vec load_halves(const Int8* low, const Int8* high) {
+  const __m128i first_codes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(low));
+  const __m128i codes =
+      _mm_castps_si128(_mm_loadh_pi(_mm_castsi128_ps(first_codes), reinterpret_cast<const __m64*>(high)));
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes))};
+}
+
+struct Words {
+  __m512i v;
+};
+Words load_word_halves(const Int4* low, const Int4* high) { return {_mm512_cvtepu16_epi32(join_words(low, high))}; }
+Vec nibble(Words words, int index) {
+  return {_mm512_cvtepi32_ps(_mm512_and_si512(words.v, _mm512_set1_epi32(15 << 4 * index)))};
+}
+Vec nibble_pair(Words words, int index) {
+  const __m512i low = _mm512_set1_epi32(15 << 8 * index);
+  const __m512i mask = _mm512_mask_slli_epi32(low, 0xff00, low, 4);
+  return {_mm512_cvtepi32_ps(_mm512_and_si512(words.v, mask))};
+}
+
 __m256i half_bits(__m512 x) { return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
 
 // Integer rounding to nearest even; NaN is made quiet instead, as rounding could turn it into infinity.
@@ -54,20 +92,15 @@ Vec sub(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
 Vec mul(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
 Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
+Vec abs(Vec a) { return {_mm512_abs_ps(a.v)}; }
 
 __m256 fold_add(__m512 x) { return _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1)); }
 
-// Sums of four vectors at once, so that there is not one horizontal sum for each.
-void reduce_add4(Vec a, Vec b, Vec c, Vec d, float* sums) {
-  const __m256 ab = _mm256_hadd_ps(fold_add(a.v), fold_add(b.v));
-  const __m256 pairs = _mm256_hadd_ps(ab, _mm256_hadd_ps(fold_add(c.v), fold_add(d.v)));
-  _mm_storeu_ps(sums, _mm_add_ps(_mm256_castps256_ps128(pairs), _mm256_extractf128_ps(pairs, 1)));
-}
-
 float reduce_add(Vec x) {
-  float sums[4];
-  reduce_add4(x, x, x, x, sums);
-  return sums[0];
+  const __m256 half = fold_add(x.v);
+  __m128 sum = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+  sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));
+  return _mm_cvtss_f32(_mm_add_ss(sum, _mm_shuffle_ps(sum, sum, 1)));
 }
 
 float reduce_max(Vec x) {

@@ -17,6 +17,19 @@ Vec load(const float* p) { return {vld1q_f32(p)}; }
 Vec load(const Half* p) { return {vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&p->bits)))}; }
 Vec load(const BFloat16* p) { return {vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(vld1_u16(&p->bits)), 16))}; }
 
+Vec load(const Int8* p) {
+  std::int32_t four;
+  __builtin_memcpy(&four, p, sizeof four);
+  const int16x8_t codes = vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four)));
+  return {vcvtq_f32_s32(vmovl_s16(vget_low_s16(codes)))};
+}
+
+struct Words {
+  uint32x4_t v;
+};
+Words load_words(const Int4* p) { return {vmovl_u16(vld1_u16(&p->codes))}; }
+Vec nibble(Words words, int index) { return {vcvtq_f32_u32(vandq_u32(words.v, vdupq_n_u32(15u << 4 * index)))}; }
+
 // Integer rounding to nearest even; NaN is made quiet instead, as rounding could turn it into infinity.
 uint16x4_t bfloat16_bits(float32x4_t x) {
   const uint32x4_t bits = vreinterpretq_u32_f32(x);
@@ -37,10 +50,7 @@ Vec mul(Vec a, Vec b) { return {vmulq_f32(a.v, b.v)}; }
 Vec fma(Vec a, Vec b, Vec c) { return {vfmaq_f32(c.v, a.v, b.v)}; }
 Vec max(Vec a, Vec b) { return {vbslq_f32(vcgtq_f32(a.v, b.v), a.v, b.v)}; }
 
-// Sums of four vectors at once, so that there is not one horizontal sum for each.
-void reduce_add4(Vec a, Vec b, Vec c, Vec d, float* sums) {
-  vst1q_f32(sums, vpaddq_f32(vpaddq_f32(a.v, b.v), vpaddq_f32(c.v, d.v)));
-}
+Vec abs(Vec a) { return {vabsq_f32(a.v)}; }
 
 float reduce_add(Vec x) { return vaddvq_f32(x.v); }
 float reduce_max(Vec x) { return vmaxvq_f32(x.v); }

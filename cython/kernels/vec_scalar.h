@@ -1,8 +1,15 @@
-// Four floats in plain C++: the Vec layer for processors that no other file fits, and the one to read first.
+// Four floats with no instruction set in mind: the Vec layer for processors that no other file fits, and the one to
+// read first. The compiler's own vectors (of GCC and Clang) become whatever vectors the processor has, or scalars.
 //
 // Every vec_<isa>.h has the same names. T is float, Half or BFloat16.
 //   load(const T*), store(T*, Vec)          Vec::width values; Half and BFloat16 are converted, to nearest even
-//   load_part, store_part                   the first `count` (8 of 16) values; only where width > 8
+//   load(const Int8*)                       codes as floats
+//   load_words(const Int4*)                 Vec::width words of four codes
+//   nibble(words, i)                        code i of each word times 16^i: masked, not shifted
+//   Only where width is 16, of which 8 are sometimes needed or two runs of 8 are joined:
+//   load_part, store_part                   the first `count` values
+//   load_halves, load_word_halves           two runs of 8
+//   nibble_pair(words, i)                   codes 2 i of the lower, 2 i + 1 of the upper words, times 16^that
 //   fma(a, b, c) = a * b + c, in one rounding where the processor has it
 //   max(a, b): b where a or b is NaN
 //   saturate(x, limit): finite x clamped to +-limit, infinities and NaN kept
@@ -17,132 +24,99 @@
 
 namespace {
 
+typedef float Floats __attribute__((vector_size(16)));
+typedef std::uint32_t Bits __attribute__((vector_size(16)));
+typedef std::int32_t Ints __attribute__((vector_size(16)));
+typedef std::uint16_t Shorts __attribute__((vector_size(8)));
+typedef std::int8_t Bytes __attribute__((vector_size(4)));
+
 struct Vec {
   static constexpr int width = 4;
-  static constexpr int registers = 16;
-  float lane[width];
+  static constexpr int registers = 8;
+  Floats v;
 };
 
-template <class F>
-Vec make(F value_of) {
-  Vec result;
-  for (int i = 0; i < Vec::width; ++i) result.lane[i] = value_of(i);
-  return result;
-}
-
-std::uint32_t float_bits(float x) {
-  std::uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  return bits;
-}
-
-float bits_float(std::uint32_t bits) {
-  float x;
-  std::memcpy(&x, &bits, sizeof x);
+template <class V>
+V read_memory(const void* p) {
+  V x;
+  std::memcpy(&x, p, sizeof x);
   return x;
 }
 
+Bits all(std::uint32_t x) { return Bits{x, x, x, x}; }
+Vec broadcast(float x) { return {Floats{x, x, x, x}}; }
+
+// Casts between vectors keep the bits.
+Bits magnitude_bits(Floats x) { return (Bits)x & 0x7fffffffu; }
+
 // Rebiases exponent and mantissa; a subnormal is mantissa * 2^-24, exact in a float.
-float half_to_float(Half h) {
-  const std::uint32_t sign = std::uint32_t{h.bits & 0x8000u} << 16;
-  const std::uint32_t exponent = (h.bits >> 10) & 31u, mantissa = h.bits & 0x3ffu;
-  if (exponent == 0) {
-    const float magnitude = static_cast<float>(mantissa) * 0x1p-24f;
-    return bits_float(sign | float_bits(magnitude));
-  }
-  if (exponent == 31) return bits_float(sign | 0x7f800000u | mantissa << 13 | (mantissa ? 0x400000u : 0u));
-  return bits_float(sign | (exponent + 112) << 23 | mantissa << 13);
+Floats half_to_float(Bits half) {
+  const Bits sign = (half & 0x8000u) << 16, magnitude = half & 0x7fffu;
+  const Bits normal = (magnitude << 13) + (112u << 23);
+  const Bits subnormal = (Bits)(__builtin_convertvector((Ints)magnitude, Floats) * 0x1p-24f);
+  const Bits quiet = (Bits)(magnitude > 0x7c00u) & 0x400000u;
+  const Bits not_finite = magnitude << 13 | 0x7f800000u | quiet;
+  return (Floats)(sign | (magnitude < 0x400u ? subnormal : magnitude < 0x7c00u ? normal : not_finite));
 }
 
-Half float_to_half(float x) {
-  const std::uint32_t bits = float_bits(x), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
-  std::uint32_t result;
-  if (magnitude > 0x7f800000u) {
-    result = 0x7e00u | (magnitude >> 13 & 0x3ffu);
-  } else if (magnitude >= 0x477ff000u) {  // 65520 and more round to infinity
-    result = 0x7c00u;
-  } else if (magnitude < 0x38800000u) {  // below 2^-14: adding 0.5 leaves multiples of 2^-24, rounded to even
-    result = float_bits(bits_float(magnitude) + 0.5f) - 0x3f000000u;
-  } else {
-    result = (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1u)) >> 13;
-  }
-  return {static_cast<std::uint16_t>(sign | result)};
+Bits float_to_half(Floats x) {
+  const Bits sign = (Bits)x >> 16 & 0x8000u, magnitude = magnitude_bits(x);
+  const Bits normal = (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1u)) >> 13;
+  const Bits subnormal = (Bits)((Floats)magnitude + 0.5f) - 0x3f000000u;  // leaves multiples of 2^-24, to even
+  const Bits nan = 0x7e00u | (magnitude >> 13 & 0x3ffu);
+  const Bits finite = magnitude < 0x38800000u ? subnormal : normal;  // below 2^-14
+  // 65520 and more round to infinity.
+  return sign | (magnitude > 0x7f800000u ? nan : magnitude >= 0x477ff000u ? all(0x7c00u) : finite);
 }
 
-float bfloat16_to_float(BFloat16 b) { return bits_float(std::uint32_t{b.bits} << 16); }
-
-BFloat16 float_to_bfloat16(float x) {
-  const std::uint32_t bits = float_bits(x);
-  const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
-  const std::uint32_t rounded = is_nan ? bits | 0x400000u : bits + 0x7fffu + (bits >> 16 & 1u);
-  return {static_cast<std::uint16_t>(rounded >> 16)};
+// Integer rounding to nearest even; NaN is made quiet instead, as rounding could turn it into infinity.
+Bits float_to_bfloat16(Floats x) {
+  const Bits bits = (Bits)x, rounded = bits + 0x7fffu + (bits >> 16 & 1u);
+  return (x == x ? rounded : bits | 0x400000u) >> 16;
 }
 
-Vec load(const float* p) {
-  return make([=](int i) { return p[i]; });
-}
-Vec load(const Half* p) {
-  return make([=](int i) { return half_to_float(p[i]); });
-}
-Vec load(const BFloat16* p) {
-  return make([=](int i) { return bfloat16_to_float(p[i]); });
-}
+Vec load(const float* p) { return {read_memory<Floats>(p)}; }
+Vec load(const Half* p) { return {half_to_float(__builtin_convertvector(read_memory<Shorts>(p), Bits))}; }
+Vec load(const BFloat16* p) { return {(Floats)(__builtin_convertvector(read_memory<Shorts>(p), Bits) << 16)}; }
+Vec load(const Int8* p) { return {__builtin_convertvector(read_memory<Bytes>(p), Floats)}; }
 
-void store(float* p, Vec x) { std::memcpy(p, x.lane, sizeof x.lane); }
-void store(Half* p, Vec x) {
-  for (int i = 0; i < Vec::width; ++i) p[i] = float_to_half(x.lane[i]);
-}
-void store(BFloat16* p, Vec x) {
-  for (int i = 0; i < Vec::width; ++i) p[i] = float_to_bfloat16(x.lane[i]);
-}
+struct Words {
+  Ints v;
+};
+Words load_words(const Int4* p) { return {__builtin_convertvector(read_memory<Shorts>(p), Ints)}; }
+Vec nibble(Words words, int index) { return {__builtin_convertvector(words.v & (15 << 4 * index), Floats)}; }
 
-Vec broadcast(float x) {
-  return make([=](int) { return x; });
+void store_bits(void* p, Bits bits) {
+  const Shorts halves = __builtin_convertvector(bits, Shorts);
+  std::memcpy(p, &halves, sizeof halves);
 }
-Vec add(Vec a, Vec b) {
-  return make([&](int i) { return a.lane[i] + b.lane[i]; });
-}
-Vec sub(Vec a, Vec b) {
-  return make([&](int i) { return a.lane[i] - b.lane[i]; });
-}
-Vec mul(Vec a, Vec b) {
-  return make([&](int i) { return a.lane[i] * b.lane[i]; });
-}
-Vec fma(Vec a, Vec b, Vec c) {
-  return make([&](int i) { return a.lane[i] * b.lane[i] + c.lane[i]; });
-}
-Vec max(Vec a, Vec b) {
-  return make([&](int i) { return a.lane[i] > b.lane[i] ? a.lane[i] : b.lane[i]; });
-}
+void store(float* p, Vec x) { std::memcpy(p, &x.v, sizeof x.v); }
+void store(Half* p, Vec x) { store_bits(p, float_to_half(x.v)); }
+void store(BFloat16* p, Vec x) { store_bits(p, float_to_bfloat16(x.v)); }
 
-float reduce_add(Vec x) { return (x.lane[0] + x.lane[1]) + (x.lane[2] + x.lane[3]); }
+Vec add(Vec a, Vec b) { return {a.v + b.v}; }
+Vec sub(Vec a, Vec b) { return {a.v - b.v}; }
+Vec mul(Vec a, Vec b) { return {a.v * b.v}; }
+Vec fma(Vec a, Vec b, Vec c) { return {a.v * b.v + c.v}; }
+Vec max(Vec a, Vec b) { return {a.v > b.v ? a.v : b.v}; }
+Vec abs(Vec a) { return {(Floats)magnitude_bits(a.v)}; }
+
+float reduce_add(Vec x) { return (x.v[0] + x.v[1]) + (x.v[2] + x.v[3]); }
 
 float reduce_max(Vec x) {
-  const float a = x.lane[0] > x.lane[1] ? x.lane[0] : x.lane[1];
-  const float b = x.lane[2] > x.lane[3] ? x.lane[2] : x.lane[3];
+  const float a = x.v[0] > x.v[1] ? x.v[0] : x.v[1];
+  const float b = x.v[2] > x.v[3] ? x.v[2] : x.v[3];
   return a > b ? a : b;
 }
 
-void reduce_add4(Vec a, Vec b, Vec c, Vec d, float* sums) {
-  sums[0] = reduce_add(a);
-  sums[1] = reduce_add(b);
-  sums[2] = reduce_add(c);
-  sums[3] = reduce_add(d);
-}
-
 Vec saturate(Vec x, float limit) {
-  return make([&](int i) {
-    const float value = x.lane[i], clamped = value > limit ? limit : value < -limit ? -limit : value;
-    return (float_bits(value) & 0x7fffffffu) == 0x7f800000u ? value : clamped;
-  });
+  const Floats high = broadcast(limit).v, low = -high;
+  const Floats clamped = x.v > high ? high : x.v < low ? low : x.v;
+  return {magnitude_bits(x.v) == 0x7f800000u ? x.v : clamped};
 }
 
-Vec exp2_from_magic(Vec t) {
-  return make([&](int i) { return bits_float((float_bits(t.lane[i]) + 127u) << 23); });
-}
+Vec exp2_from_magic(Vec t) { return {(Floats)(((Bits)t.v + 127u) << 23)}; }
 
-Vec zero_below(Vec x, float limit, Vec value) {
-  return make([&](int i) { return x.lane[i] < limit ? 0.0f : value.lane[i]; });
-}
+Vec zero_below(Vec x, float limit, Vec value) { return {(Floats)((Bits)value.v & ~(Bits)(x.v < limit))}; }
 
 }  // namespace

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fastdecode_hpc import host as _host  # noqa: F401  reads this process's cores before torch can narrow them
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:

@@ -3,11 +3,17 @@
 import numpy as np
 
 DTYPES: dict[str, int]
+CACHE_DTYPES: dict[str, int]
+READ_LOOPS: tuple[str, ...]
 
 def available_isas() -> tuple[str, ...]: ...
 def active_isa() -> str: ...
 def select_isa(name: str) -> None: ...
 def convert(source: np.ndarray, source_dtype: str, target: np.ndarray, target_dtype: str) -> None: ...
+def cache_token_bytes(dtype: str, head_dim: int) -> int: ...
+def exp_nonpositive(values: np.ndarray) -> np.ndarray: ...
+def touch_parts(buffer: np.ndarray, num_threads: int) -> None: ...
+def read_sums(buffer: np.ndarray, variant: int, num_threads: int) -> float: ...
 
 class CacheView:
     num_layers: int
@@ -21,11 +27,12 @@ class CacheView:
         num_kv_heads: int,
         head_dim: int,
         block_size: int,
-        kv_dtype: str,
+        k_dtype: str,
+        v_dtype: str,
     ) -> None: ...
     def touch(self, start: int, stop: int, num_threads: int) -> None: ...
     def store(
-        self, layer: int, token_bytes: np.ndarray, rows: np.ndarray, column: int, wire_dtype: str, num_threads: int
+        self, layer: int, places: np.ndarray, rows: np.ndarray, column: int, wire_dtype: str, num_threads: int
     ) -> None: ...
 
 class GroupPlan:
@@ -36,17 +43,25 @@ class GroupPlan:
         blocks: np.ndarray,
         table_base: np.ndarray,
         positions: np.ndarray,
+        recent_blocks: np.ndarray,
+        recent_base: np.ndarray,
         item_pair: np.ndarray,
         item_start: np.ndarray,
         item_stop: np.ndarray,
+        item_cache: np.ndarray,
         pair_items: np.ndarray,
-        piece_rows: np.ndarray,
+        chunks: np.ndarray,
+        splits: np.ndarray,
+        piece_chunks: np.ndarray,
+        piece_splits: np.ndarray,
         piece_threads: np.ndarray,
-        shares: np.ndarray,
+        num_slots: int,
     ) -> None: ...
 
 class GroupAttention:
-    def __init__(self, cache: CacheView, *, num_heads: int, wire_dtype: str, scale: float) -> None: ...
+    def __init__(
+        self, cache: CacheView, recent: CacheView | None, *, num_heads: int, wire_dtype: str, scale: float
+    ) -> None: ...
     def attend(
         self,
         layer: int,
@@ -56,3 +71,6 @@ class GroupAttention:
         piece: int,
         lse: np.ndarray | None = None,
     ) -> None: ...
+
+def pin_threads(cores: np.ndarray) -> None: ...
+def thread_cores(num_threads: int) -> tuple[tuple[int, ...], ...]: ...

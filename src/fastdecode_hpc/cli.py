@@ -1,4 +1,4 @@
-"""The command line: ``fastdecode generate | report``.
+"""The command line: ``fastdecode generate | report | bench``.
 
 Parsing, ``--help`` and ``--version`` import neither MPI nor torch.
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from fastdecode_hpc import __version__
+from fastdecode_hpc.bench import command as bench_command
 from fastdecode_hpc.config import ConfigError, RunConfig
 from fastdecode_hpc.host import parse_bytes
 from fastdecode_hpc.launch import announce, detect, launch
@@ -51,6 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_generate(commands)
     _add_report(commands)
+    bench_command.add_arguments(commands)
     return parser
 
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+QUANTISED_DTYPES = ("int8", "int4")
+INT4_GROUP = 32  # values along head_dim that share a scale and a minimum
 
 
 class ConfigError(ValueError):
@@ -20,6 +22,34 @@ def check_choice(name: str, value: Any, choices: Any) -> None:
     """Raise `ConfigError` unless `value` is one of `choices`."""
     if value not in choices:
         raise ConfigError(f"{name} is {value!r}; it must be one of {', '.join(map(str, choices))}")
+
+
+def parse_kv_dtype(text: str) -> tuple[str, str]:
+    """Types of K and V from ``int8`` (both) or ``k=int8,v=int4``.
+
+    Raises
+    ------
+    ConfigError
+        If a type is unknown or one of the two is missing.
+    """
+    choices = (*DTYPE_BYTES, *QUANTISED_DTYPES)
+    parts = dict(part.split("=", 1) for part in text.split(",") if "=" in part)
+    if not parts:
+        parts = {"k": text, "v": text}
+    if set(parts) != {"k", "v"} or text.count(",") > 1 or not set(parts.values()) <= set(choices):
+        raise ConfigError(
+            f"kv_dtype is {text!r}; it must be one of {', '.join(choices)}, or name both, such as k=int8,v=int4"
+        )
+    return parts["k"], parts["v"]
+
+
+def kv_token_bytes(dtype: str, head_dim: int) -> int:
+    """Bytes of one token's K (or V) of one KV head in the cache, scales included."""
+    if dtype == "int8":
+        return head_dim + 4  # one fp32 scale
+    if dtype == "int4":
+        return -(-head_dim // INT4_GROUP) * (INT4_GROUP // 2 + 4)  # an fp16 scale and an fp16 minimum a group
+    return head_dim * DTYPE_BYTES[dtype]
 
 
 def check_at_least(name: str, value: int, low: int) -> None:
@@ -120,7 +150,9 @@ class RunConfig:
         choices=("auto", *DTYPE_BYTES),
     )
     wire_dtype: str = _option("fp16", "type of q, k, v and o on the wire", choices=tuple(DTYPE_BYTES))
-    kv_dtype: str = _option("fp16", "type of the KV cache", choices=tuple(DTYPE_BYTES))
+    kv_dtype: str = _option(
+        "fp16", "type of the KV cache: fp32, fp16, bf16, int8, int4, or both as k=int8,v=int4", metavar="TYPE"
+    )
     num_slots: int = _option(2, "mini-batches that alternate between S-Part and R-Part; 1: no overlap")
     max_batch_size: int = _option(256, "most sequences in decode at once, over all slots")
     max_prefill_tokens: int = _option(512, "most prompt tokens that pass all layers between two decode steps")
@@ -134,6 +166,11 @@ class RunConfig:
     )
     threads: int | None = _option(
         None, "threads of each rank; default: OMP_NUM_THREADS, SLURM_CPUS_PER_TASK, or this rank's cores"
+    )
+    pin_threads: bool | None = _option(
+        None,
+        "bind each thread of an R-worker to a core of its own; default: where the rank shares no cores with others "
+        "and OpenMP has not been told how to bind",
     )
     isa: str | None = _option(
         None, "instruction set of the kernels; default: FASTDECODE_ISA, or the best that all ranks have",
@@ -151,6 +188,7 @@ class RunConfig:
             choices, value = spec.metadata.get("choices"), getattr(self, spec.name)
             if choices and value is not None:
                 check_choice(spec.name, value, choices)
+        parse_kv_dtype(self.kv_dtype)
         for name in ("num_slots", "max_batch_size", "max_prefill_tokens", "block_size"):
             check_at_least(name, getattr(self, name), 1)
         for name in ("ranks", "max_context_len", "kv_memory_bytes", "threads"):

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from fastdecode_hpc import startup
+from fastdecode_hpc import host, startup
 from fastdecode_hpc.config import ConfigError, RunConfig
 from fastdecode_hpc.launch import detect
 from fastdecode_hpc.results import Completion, Hooks, RunStats
@@ -25,6 +25,7 @@ from fastdecode_hpc.startup import Dismissed
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
+    from fastdecode_hpc.advice import ThreadCores
     from fastdecode_hpc.r_part.worker import RWorker
     from fastdecode_hpc.s_part.model import SPart
     from fastdecode_hpc.tokenizer import Tokenizer
@@ -97,9 +98,6 @@ class Engine:
         self._preflight = preflight
         self._s_part: SPart | None = None
         self.setup = startup.agree(self.run_config, self.world, detect(), isas=_available_isas, decide=self._decide)
-        if self.is_s_rank:
-            for rank in self.setup.ranks:
-                logger.info("%s", rank.line)
         self._build(on_load)
 
     @property
@@ -115,9 +113,11 @@ class Engine:
 
     def _decide(self, hellos: list[Hello]) -> Setup:
         self._preflight()
+        host.undo_openmp_binding()  # for torch's OpenMP runtime, which may be another than the kernels'
         from fastdecode_hpc.s_part.build import choose_device
         from fastdecode_hpc.s_part.weights import read_model_config, resolve_model
 
+        host.undo_openmp_binding()  # for the threads that torch and CUDA start later
         run = self.run_config
         self.model_path = resolve_model(run.model)
         model = read_model_config(self.model_path)
@@ -129,6 +129,7 @@ class Engine:
         if self.world is not None:
             self.clocks = self.world.align_clocks() or self.clocks
         self._make_partition()
+        self.setup = startup.tell_placement(self.world, self.setup, self._place_threads())
         problem: ConfigError | None = None
         if self.is_s_rank:
             try:
@@ -171,6 +172,19 @@ class Engine:
             wire_dtype=self.run_config.wire_dtype,
             num_threads=self.me.threads,
         )
+
+    def _place_threads(self) -> ThreadCores:
+        """Bind the kernels' threads where that was decided; the cores that each may run on, read back."""
+        if not self.me.num_blocks:
+            return ()
+        from fastdecode_hpc.r_part.attention import pin_threads, thread_cores
+
+        if self.me.pin_cores:
+            try:
+                pin_threads(self.me.pin_cores)
+            except OSError as error:
+                logger.warning("threads stay unbound: %s", error)
+        return thread_cores(self.me.threads)
 
     def close(self) -> None:
         """Leave MPI, if this engine joined it; collective. Nothing can be run afterwards."""
@@ -224,9 +238,10 @@ class Engine:
             from fastdecode_hpc.run import Run
 
             assert self._s_part is not None
-            return Run(self.setup, self.run_config, self._s_part, self.tokenizer, hooks, self.stop_requested).run(
-                requests, self._make_s_end()
-            )
+            run = Run(self.setup, self.run_config, self._s_part, self.tokenizer, hooks, self.stop_requested)
+            stats = run.run(requests, self._make_s_end())
+            stats.kv_huge_pages = self._huge_page_shares()
+            return stats
         self.work()
         return None
 
@@ -235,6 +250,13 @@ class Engine:
         end = self._make_r_end()
         self._make_r_worker(end).run()
         end.close()
+        self._huge_page_shares()
+
+    def _huge_page_shares(self) -> dict[int, float]:
+        """Share of each rank's KV memory in use that lies on huge pages, at rank 0; collective."""
+        mine = self._partition.huge_page_share() if self.me.num_blocks else None
+        shares = [mine] if self.world is None else self.world.gather(mine, self.run_config.watchdog_s)
+        return {rank: share for rank, share in enumerate(shares or ()) if share is not None}
 
     def _make_r_worker(self, r_end: REnd) -> RWorker:
         from fastdecode_hpc.r_part.worker import RWorker
@@ -274,6 +296,7 @@ class Engine:
         return Progress(
             share_cores=self.me.share_cores,
             use_thread=self.me.use_progress_thread,
+            thread_cores=self.me.spare_cores,
             watchdog_s=self.run_config.watchdog_s,
         )
 

@@ -10,9 +10,12 @@ import re
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from fastdecode_hpc import topology
+from fastdecode_hpc.affinity import binding_asked
 from fastdecode_hpc.config import ConfigError
 
 # Read before torch and OpenMP are loaded: with OMP_PROC_BIND set they shrink the mask of the main thread.
@@ -30,6 +33,9 @@ class HostInfo:
     cores: tuple[int, ...]
     memory_bytes: int  # that this process may still take
     age_s: float  # since the process was started
+    numa_nodes: tuple[int, ...] = ()  # of its cores; empty: unknown
+    siblings: tuple[tuple[int, ...], ...] = ()  # its cores, grouped by physical core
+    huge_pages: str = ""  # always | madvise | never; empty: unknown
 
 
 def look() -> HostInfo:
@@ -40,7 +46,21 @@ def look() -> HostInfo:
         cores=_CORES_AT_START,
         memory_bytes=available_memory(),
         age_s=process_age(),
+        numa_nodes=topology.numa_nodes(_CORES_AT_START),
+        siblings=topology.core_siblings(_CORES_AT_START),
+        huge_pages=topology.huge_page_mode(),
     )
+
+
+def undo_openmp_binding(env: Mapping[str, str] = os.environ) -> None:
+    """Where OpenMP is told to bind threads, let the calling thread use all cores that the process started with.
+
+    The runtime binds the thread that loads it to one core. Another OpenMP runtime that is loaded later then sees
+    that one core only, and every thread started from there stays on it.
+    """
+    if binding_asked(env):
+        with suppress(OSError):  # a core went offline, or masks can't be set here: the mask stays as it is
+            os.sched_setaffinity(0, _CORES_AT_START)
 
 
 def asked_threads(flag: int | None, env: Mapping[str, str] = os.environ) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import select
@@ -18,6 +17,7 @@ from fastdecode_hpc.batch.records import Recorded, RecordWriter, load_recorded
 from fastdecode_hpc.batch.requests import RequestError, count_requests, read_requests
 from fastdecode_hpc.config import ConfigError
 from fastdecode_hpc.engine import Engine
+from fastdecode_hpc.files import check_writable, write_json
 from fastdecode_hpc.progress import ProgressLine
 from fastdecode_hpc.provenance import run_attributes
 from fastdecode_hpc.results import Completion, Hooks, RunStats
@@ -75,7 +75,7 @@ class JobFiles:
         if self.input != STDIN and not Path(self.input).is_file():
             raise ConfigError(f"the input {self.input} is no file; give a JSONL file, or - for standard input")
         for path in filter(None, (self.output, self.report)):
-            _check_writable(path)
+            check_writable(path)
         if self.report is not None and self.report.exists() and not _is_hdf5(self.report):
             raise ConfigError(f"the report {self.report} exists and is no HDF5 file; name another")
         names = [os.path.realpath(path) for path in (self.input, self.output, self.report, self.status) if path]
@@ -90,15 +90,6 @@ class JobFiles:
 def _is_hdf5(path: Path) -> bool:
     with path.open("rb") as file:
         return file.read(len(HDF5_SIGNATURE)) == HDF5_SIGNATURE
-
-
-def _check_writable(path: Path) -> None:
-    if not path.parent.is_dir():
-        raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}; make it first")
-    if path.is_dir():
-        raise ConfigError(f"{path} is a folder; name a file")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ConfigError(f"{path} cannot be written: permission denied")
 
 
 class Job:
@@ -199,7 +190,7 @@ class Job:
     def _tell_failure(self, error: BaseException) -> None:
         code = EXIT_USAGE if isinstance(error, ConfigError) else EXIT_INTERNAL
         with suppress(OSError):  # what went wrong first is what the user has to see
-            write_status(self.files.status, {"state": STATE_OF_EXIT[code], "exit_code": code, "reason": str(error)})
+            write_json(self.files.status, {"state": STATE_OF_EXIT[code], "exit_code": code, "reason": str(error)})
 
     def _run_reported(self) -> RunStats:
         from fastdecode_hpc.report import ReportWriter
@@ -207,7 +198,7 @@ class Job:
         assert self.files.report is not None
         with ReportWriter(self.files.report, run_attributes(self.engine), self.engine.setup.owners) as self._report:
             stats = self._run_requests(self._report.add_step)
-            self._report.finish(stats.summary(self.engine.t_load_s))
+            self._report.finish(stats.summary(self.engine.t_load_s), stats.kv_huge_pages)
         return stats
 
     def _run_requests(self, on_step: Any) -> RunStats:
@@ -283,7 +274,7 @@ class Job:
     def _tell(self, stats: RunStats, code: int) -> None:
         figures = {name: value for name, (value, _) in stats.summary(self.engine.t_load_s).items()}
         status = {"state": STATE_OF_EXIT[code], "exit_code": code, "resumed_records": len(self._recorded), **figures}
-        write_status(self.files.status, status)
+        write_json(self.files.status, status)
         logger.info(
             "%s: %d records, %d errors; %d tokens in %.1f s: decode %.1f tok/s, prefill %.1f tok/s",
             STATE_OF_EXIT[code],
@@ -294,13 +285,6 @@ class Job:
             figures["decode_tokens_per_s"],
             figures["prefill_tokens_per_s"],
         )
-
-
-def write_status(path: Path, status: dict[str, Any]) -> None:
-    """Replace the status file in one step."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_text(json.dumps(status, indent=2) + "\n")
-    partial.replace(path)
 
 
 def _request_figures(completion: Completion) -> dict[str, float]:

@@ -54,3 +54,26 @@ class ProgressLine:
         if self._total is None or not done:
             return "?"
         return str(tqdm.format_interval((now - self._started) / done * (self._total - self._done)))
+
+
+class CountLine:
+    """A bar on a terminal, elsewhere one plain line every 10 s, for work that is counted in one unit."""
+
+    def __init__(self, total: int, unit: str) -> None:
+        self._total, self._unit, self._done = total, unit, 0
+        self._started = self._told = time.monotonic()
+        self._bar = tqdm(total=total, unit=f" {unit}", disable=not sys.stderr.isatty(), dynamic_ncols=True)
+
+    def advance(self, count: int) -> None:
+        """Count what has been done, and say how things stand if it is time."""
+        self._done += count
+        self._bar.update(count)
+        now = time.monotonic()
+        if self._bar.disable and now - self._told >= PLAIN_LINE_EVERY_S:
+            self._told = now
+            left_s = (now - self._started) / self._done * (self._total - self._done)
+            line = f"{self._done}/{self._total} {self._unit}, ETA {tqdm.format_interval(left_s)}"
+            print(line, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        self._bar.close()

@@ -18,12 +18,13 @@ def run_attributes(engine: Engine) -> dict[str, Any]:
     """The report's root attributes: enough to know later what was run, where, and with what."""
     ranks = [
         {"rank": r.rank, "host": r.host, "role": r.role, "threads": r.threads, "cores": list(r.cores), "isa": r.isa,
-         "kv_bytes": r.kv_bytes, "start_s": r.start_s}
+         "kv_bytes": r.kv_bytes, "start_s": r.start_s, "numa_nodes": list(r.numa_nodes), "pinned": r.pinned,
+         "huge_pages": r.huge_pages}
         for r in engine.setup.ranks
     ]  # fmt: skip
     return {
         "program_version": __version__,
-        "git_commit": _git_commit(),
+        "git_commit": git_commit(),
         "command": " ".join(sys.argv),
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "config": engine.run_config.as_dict(),
@@ -31,6 +32,7 @@ def run_attributes(engine: Engine) -> dict[str, Any]:
         "model_path": str(engine.model_path),
         "hostnames": sorted({r.host for r in engine.setup.ranks}),
         "ranks": ranks,
+        "kv_bytes_per_token": engine.setup.layout.token_bytes,
         "clock_errors_s": [error for _, error in engine.clocks],
         "mpi_library": _mpi_library(engine),
         "slurm": {name: value for name, value in os.environ.items() if name.startswith("SLURM_")},
@@ -45,7 +47,7 @@ def _mpi_library(engine: Engine) -> str:
     return library_version()
 
 
-def _git_commit() -> str:
+def git_commit() -> str:
     """Commit of the source tree the program runs from; empty for an installed one."""
     folder = Path(__file__).resolve().parent
     try:

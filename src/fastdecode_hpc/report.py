@@ -10,7 +10,7 @@ import os
 from array import array
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 import h5py
@@ -120,12 +120,22 @@ class ReportWriter:
         """One finished request (`REQUEST_UNITS`)."""
         self._requests.append(values)
 
-    def finish(self, summary: Mapping[str, tuple[float, str]]) -> None:
-        """Write ``/summary`` (value and unit by name), bring all to the disk and give the file its name."""
+    def finish(
+        self, summary: Mapping[str, tuple[float, str]], kv_huge_pages: Mapping[int, float] = MappingProxyType({})
+    ) -> None:
+        """Write ``/summary`` (value and unit by name), bring all to the disk and give the file its name.
+
+        Parameters
+        ----------
+        kv_huge_pages : mapping
+            Share of the KV memory in use that lies on huge pages, by R-worker.
+        """
         for table in (self._steps, self._requests, *self._ranks.values()):
             table.flush()
         for name, (value, unit) in summary.items():
             self._file.create_dataset(f"summary/{name}", data=value).attrs["units"] = unit
+        for rank, share in kv_huge_pages.items():
+            self._file[f"ranks/{rank}"].attrs["kv_huge_pages"] = share
         self._file.close()
         with self._partial.open("rb") as file:
             os.fsync(file.fileno())

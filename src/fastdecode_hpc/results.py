@@ -40,11 +40,12 @@ class RunStats:
     t_run_s: float = 0.0
     num_saturated: int = 0
     stopped: bool = False
+    kv_huge_pages: dict[int, float] = field(default_factory=dict)  # by R-worker: share of its KV memory in use
 
     def summary(self, load_s: float) -> dict[str, tuple[float, str]]:
         """Figures by name, each with its unit."""
         decode_s = max(self.t_run_s - self.t_prefill_s - self.t_tokenise_s, 1e-9)
-        return {
+        figures = {
             "load_time": (load_s, "s"),
             "tokenise_time": (self.t_tokenise_s, "s"),
             "prefill_time": (self.t_prefill_s, "s"),
@@ -58,6 +59,9 @@ class RunStats:
             "end_to_end_tokens_per_s": (self.output_tokens / max(self.t_run_s, 1e-9), "tokens/s"),
             "num_saturated": (self.num_saturated, "1"),
         }
+        if self.kv_huge_pages:
+            figures["kv_huge_pages"] = (min(self.kv_huge_pages.values()), "1")
+        return figures
 
 
 @dataclass(slots=True)

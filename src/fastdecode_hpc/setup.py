@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fastdecode_hpc.affinity import pin_plan
 from fastdecode_hpc.config import DTYPE_BYTES, ConfigError, ModelConfig, RunConfig
 from fastdecode_hpc.host import HostInfo, format_bytes, format_cores
 from fastdecode_hpc.launch import Launch
@@ -25,6 +26,7 @@ class Hello:
     isas: tuple[str, ...]  # of the kernels; empty where none run
     version: str
     error: str | None = None
+    binding: str = ""  # what the environment tells OpenMP about binding threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,16 +44,27 @@ class RankSetup:
     share_cores: bool  # waits must not spin
     use_progress_thread: bool
     start_s: float  # from process start to its hello
+    numa_nodes: tuple[int, ...] = ()  # of its cores; empty: unknown
+    huge_pages: str = ""  # its host's mode; empty: unknown
+    pin_cores: tuple[int, ...] = ()  # thread |-> core; empty: threads are left where they are
+    pinned: bool = False  # each thread has a core of its own, as read back; known at rank 0
 
     @property
     def line(self) -> str:
         """The line printed at start, in the style of xthi."""
+        numa = f"  numa {format_cores(self.numa_nodes)}" if self.numa_nodes else ""
+        pinned = "  pinned" if self.pinned else ""
         kv = f"  kv {format_bytes(self.kv_bytes)}" if self.kv_bytes else ""
         isa = f"  isa {self.isa}" if self.isa else ""
         return (
             f"rank {self.rank:<3} {self.host}  {self.role}  threads {self.threads}  "
-            f"cores {format_cores(self.cores)}{isa}{kv}"
+            f"cores {format_cores(self.cores)}{numa}{pinned}{isa}{kv}"
         )
+
+    @property
+    def spare_cores(self) -> tuple[int, ...]:
+        """Cores that no thread is bound to: where a thread that is started later should run."""
+        return tuple(core for core in self.cores if core not in self.pin_cores) or self.cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +99,11 @@ def decide_setup(run: RunConfig, model: ModelConfig, hellos: list[Hello], *, wei
         raise ConfigError(
             f"--ranks is {run.ranks} but {len(hellos)} were started; leave --ranks out under mpirun or srun, "
             "or give it the same number"
+        )
+    if run.pin_threads and len(hellos) == 1:
+        raise ConfigError(
+            "--pin-threads needs R-workers of their own, and this is one process; start at least 2 ranks, "
+            "or leave it out"
         )
     _check_buffers(run, model, hellos[0])
     layout = make_layout(model, block_size=run.block_size, kv_dtype=run.kv_dtype)
@@ -138,15 +156,36 @@ def _decide_rank(
         cores=hello.host.cores,
         isa=isa,
         kv_bytes=kv_bytes,
-        num_blocks=_blocks(layout, kv_bytes, max_context_len, hello) if holds_kv else (),
+        num_blocks=_blocks(run, layout, kv_bytes, max_context_len, hello) if holds_kv else (),
         share_cores=not alone and max(num_threads, len(neighbours) + 1) > len(cores),
         use_progress_thread=not alone and len(cores) >= num_threads + len(neighbours),
         start_s=hello.host.age_s,
+        numa_nodes=hello.host.numa_nodes,
+        huge_pages=hello.host.huge_pages,
+        pin_cores=_pin_cores(run, hello, hellos) if hello.rank > 0 else (),
     )
 
 
-def _blocks(layout: KVLayout, kv_bytes: int, max_context_len: int, hello: Hello) -> tuple[int, ...]:
-    blocks = layout.split_budget(kv_bytes, max_context_len)
+def _pin_cores(run: RunConfig, hello: Hello, hellos: list[Hello]) -> tuple[int, ...]:
+    """The core of each thread of an R-worker; rank 0 is never bound, torch's threads would inherit that."""
+    shared = {
+        core for other in hellos if other is not hello and _share_cores(other, hello) for core in other.host.cores
+    }
+    own = tuple(core for core in hello.host.cores if core not in shared)
+    threads = threads_of(hello, hellos)
+    plan = pin_plan(threads, own, hello.host.siblings, wanted=run.pin_threads, binding=hello.binding)
+    if run.pin_threads and not plan:
+        count = f"{threads} thread{'s' if threads > 1 else ''}"
+        raise ConfigError(
+            f"rank {hello.rank} on {hello.host.host} cannot bind {count}: of its cores "
+            f"{format_cores(hello.host.cores)} it has {len(own)} for itself; give each rank cores of its own "
+            "(srun --cpu-bind=cores, mpirun --map-by numa --bind-to numa), lower --threads or leave --pin-threads out"
+        )
+    return plan
+
+
+def _blocks(run: RunConfig, layout: KVLayout, kv_bytes: int, max_context_len: int, hello: Hello) -> tuple[int, ...]:
+    blocks = layout.split_budget(kv_bytes, max_context_len, run.max_batch_size)
     if min(blocks) < 1:
         one = sum(group.block_bytes(layout.block_size) for group in layout.groups)
         raise ConfigError(

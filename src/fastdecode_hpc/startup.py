@@ -6,16 +6,23 @@ all ranks in order.
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fastdecode_hpc import __version__, host
+from fastdecode_hpc.advice import ThreadCores, placement_advice
+from fastdecode_hpc.affinity import binding_asked, is_pinned
 from fastdecode_hpc.config import ConfigError, RunConfig
 from fastdecode_hpc.launch import Launch, check_world
 from fastdecode_hpc.setup import Hello, Setup
 
 if TYPE_CHECKING:
     from fastdecode_hpc.transport.mpi import World
+
+logger = logging.getLogger(__name__)
 
 
 class Dismissed(Exception):
@@ -66,6 +73,33 @@ def _take(world: World, answer: Setup | ConfigError) -> Setup:
     return answer
 
 
+def tell_placement(world: World | None, setup: Setup, mine: ThreadCores) -> Setup:
+    """Print every rank's line, and what is wrong with its place, at rank 0; collective.
+
+    Parameters
+    ----------
+    mine : tuple of tuple of int
+        The cores that each of this rank's kernels' threads may run on; empty where no kernels run.
+
+    Returns
+    -------
+    Setup
+        With what the ranks found; at rank 0 only.
+    """
+    everyone = [mine] if world is None else world.gather(mine)
+    if everyone is None:
+        return setup
+    ranks = tuple(
+        replace(rank, pinned=len(cores) == rank.threads and is_pinned(cores))
+        for rank, cores in zip(setup.ranks, everyone, strict=True)
+    )
+    for rank in ranks:
+        logger.info("%s", rank.line)
+    for advice in placement_advice(ranks, everyone):
+        logger.warning("%s", advice)
+    return replace(setup, ranks=ranks)
+
+
 def _library() -> str:
     from fastdecode_hpc.transport.mpi import library_version
 
@@ -82,7 +116,7 @@ def _say_hello(run: RunConfig, world: World | None, launched: Launch, isas: Call
         found = isas() if has_kernels else ()
     except ConfigError as problem:
         error = f"rank {rank} on {info.host}: {problem}"
-    return Hello(rank, info, launched, threads, found, __version__, error)
+    return Hello(rank, info, launched, threads, found, __version__, error, binding_asked(os.environ))
 
 
 def _checked(hello: Hello) -> Hello:

@@ -21,9 +21,8 @@ def main() -> None:
     ]
     world, results = None, {}
     for number, options in enumerate(json.loads(configs.read_text())):
-        run = RunConfig(
-            model=str(checkpoint), wire_dtype="fp32", kv_dtype="fp32", kv_memory_bytes=4 << 20, threads=1, **options
-        )
+        fixed = {"model": str(checkpoint), "kv_memory_bytes": 4 << 20, "threads": 1}
+        run = RunConfig(**{"wire_dtype": "fp32", "kv_dtype": "fp32", **fixed, **options})
         world = world or connect(run)
         engine = Engine(run, world=world)
         shuffled = random.Random(number).sample(requests, len(requests))

@@ -1,4 +1,4 @@
-"""One prompt has one continuation, whatever the ranks, batch size, slots and order (all types fp32)."""
+"""One prompt has one continuation, whatever the ranks, batch size, slots and order."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ CONFIGS = [
     *({"max_batch_size": batch, "num_slots": slots} for batch, slots in itertools.product((1, 7, 32), (1, 2))),
     {"max_batch_size": 2, "num_slots": 3},
     {"max_batch_size": 9, "num_slots": 5, "max_prefill_tokens": 8},
+]
+QUANTISED = ["int8", "int4", "k=int8,v=int4"]
+QUANTISED_CONFIGS = [
+    {"kv_dtype": kv_dtype, "wire_dtype": "fp16", "max_batch_size": batch}
+    for kv_dtype, batch in itertools.product(QUANTISED, (3, 32))
 ]
 
 
@@ -64,6 +69,20 @@ def test_tokens_do_not_depend_on_ranks_batch_slots_or_order(case, ranks: int, tm
         pytest.skip("windows are tried at 1 and 3 ranks")
     for config, result in zip(CONFIGS, run(ranks, checkpoint, prompts, tmp_path, CONFIGS), strict=True):
         assert result == expected, f"{ranks} ranks, {config}"
+
+
+def test_tokens_of_quantised_caches_do_not_depend_on_ranks_or_batch(case, tmp_path: Path) -> None:
+    checkpoint, prompts, _ = case
+    has_window = "mistral" in str(checkpoint)
+    configs = QUANTISED_CONFIGS[-2:] if has_window else QUANTISED_CONFIGS
+    alone, spread = (run(ranks, checkpoint, prompts, tmp_path, configs) for ranks in (1, 3))
+    assert alone == spread
+    assert alone[1::2] == alone[::2]  # small and large batches
+    for result in alone:
+        assert len(result) == 40
+        assert all(error is None for _, _, error in result.values())
+    if not has_window:  # else only recent tokens are seen, which are kept as they came
+        assert alone[0] != alone[2]  # int8, int4: codes were read
 
 
 def test_greedy_rows_are_those_of_transformers(case) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from fastdecode_hpc.config import QUANTISED_DTYPES, kv_token_bytes, parse_kv_dtype
 from fastdecode_hpc.r_part.attention import DecodeAttention, StepWork, numpy_dtype, reference_attention
-from fastdecode_hpc.r_part.kv_cache import KVPartition
-from fastdecode_hpc.schedule.placement import KVLayout, LayerGroup
+from fastdecode_hpc.r_part.kv_cache import BlockPool, KVPartition
+from fastdecode_hpc.r_part.step_work import RECENT_TOKENS
+from fastdecode_hpc.schedule.placement import KVLayout, LayerGroup, with_recent
 
 HALF_MAX, BFLOAT16_MAX_BITS = 65504.0, 0x7F7F
+PANEL, GROUP = 8, 32  # tokens that lie together in K; values that share a scale in int4
 
 
 def from_float(x: np.ndarray, dtype: str) -> np.ndarray:
@@ -36,6 +40,73 @@ def recast(x: np.ndarray, source: str, target: str) -> np.ndarray:
 
 
 @dataclass
+class Codes:
+    """Quantised values: codes [..., head_dim], and for each token and group what they stand for."""
+
+    codes: np.ndarray  # int8 or uint8
+    scales: np.ndarray  # [..., num_groups] fp32 of int8, fp16 of int4
+    minimums: np.ndarray | None  # [..., num_groups] fp16, of int4
+
+    def values(self) -> np.ndarray:
+        """[..., head_dim] fp32."""
+        head_dim = self.codes.shape[-1]
+        scale, minimum = (
+            None if x is None else np.repeat(x.astype(np.float32), GROUP if x.shape[-1] > 1 else head_dim, axis=-1)
+            for x in (self.scales, self.minimums)
+        )
+        product = self.codes.astype(np.float32) * scale[..., :head_dim]
+        return product if minimum is None else product + minimum[..., :head_dim]
+
+
+def quantise(x: np.ndarray, dtype: str) -> Codes:
+    """What int8 and int4 make of fp32 values [..., head_dim]: the specification, in NumPy.
+
+    A token (int8) or group (int4) with an infinite or NaN value has a NaN scale; its codes mean nothing.
+    """
+    x = np.asarray(x, np.float32)
+    with np.errstate(invalid="ignore", over="ignore"):
+        if dtype == "int8":
+            return _eight_bits(x)
+        groups = [_four_bits(x[..., d : d + GROUP]) for d in range(0, x.shape[-1], GROUP)]
+        return Codes(*(np.concatenate(parts, axis=-1) for parts in zip(*groups, strict=True)))
+
+
+def _eight_bits(x: np.ndarray) -> Codes:
+    scale = np.fmax.reduce(np.abs(x), axis=-1, keepdims=True) / np.float32(127)
+    inverse = _inverse(scale)
+    codes = np.rint(np.nan_to_num(x * inverse)).astype(np.int8)
+    return Codes(codes, np.where(inverse > 0, scale, np.float32(0)) + _poison(x), None)
+
+
+def _four_bits(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codes, scales and minimums of one group."""
+    high = np.fmax(np.fmax.reduce(x, axis=-1, keepdims=True), np.float32(-HALF_MAX))
+    minimum = from_float(-np.fmax.reduce(0 - x, axis=-1, keepdims=True), "fp16")
+    low = minimum.astype(np.float32)
+    scale = from_float((high - low) / np.float32(15) + _poison(x), "fp16")
+    codes = np.rint(np.clip(np.nan_to_num((x - low) * _inverse(scale.astype(np.float32))), 0, 15))
+    return codes.astype(np.uint8), scale, minimum
+
+
+def _inverse(scale: np.ndarray) -> np.ndarray:
+    return np.where(scale > 1e-30, np.float32(1) / np.where(scale > 1e-30, scale, np.float32(1)), np.float32(0))
+
+
+def _poison(x: np.ndarray) -> np.ndarray:
+    return (x * np.float32(0)).sum(axis=-1, keepdims=True)
+
+
+def cached(x: np.ndarray, wire: str, dtype: str, position: int) -> np.ndarray:
+    """What attention at `position` reads of values [num_tokens, ..., head_dim] of the wire's type, as fp32."""
+    if dtype not in QUANTISED_DTYPES:
+        return to_float(recast(x, wire, dtype), dtype)
+    wide = quantise(to_float(x, wire), dtype).values()
+    recent = max(0, (position - RECENT_TOKENS) // RECENT_TOKENS * RECENT_TOKENS)
+    wide[recent:] = to_float(recast(x[recent:], wire, "fp16"), "fp16")
+    return wide
+
+
+@dataclass(frozen=True)
 class Shape:
     num_heads: int = 4
     num_kv_heads: int = 2
@@ -54,10 +125,15 @@ class Shape:
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def kv_dtypes(self) -> tuple[str, str]:
+        return parse_kv_dtype(self.cache)
+
     def layout(self) -> KVLayout:
         layers = tuple(range(self.num_layers))
-        group = LayerGroup(layers, self.num_kv_heads, self.head_dim, self.cache, self.window)
-        return KVLayout(self.block_size, (group,))
+        k_dtype, v_dtype = parse_kv_dtype(self.cache)
+        group = LayerGroup(layers, self.num_kv_heads, self.head_dim, k_dtype, v_dtype, self.window)
+        return KVLayout(self.block_size, with_recent(group))
 
 
 @dataclass
@@ -81,8 +157,10 @@ class Rows:
         """Output [num_heads, head_dim], lse [num_heads], and the largest |v|."""
         shape = self.shape
         kv = np.concatenate([self.prompts[row], self.qkv[row : row + 1, shape.q_size :]])
-        kv = to_float(recast(kv, shape.wire, shape.cache), shape.cache)
         kv = kv.reshape(-1, 2, shape.num_kv_heads, shape.head_dim)
+        kv = np.stack(
+            [cached(kv[:, i], shape.wire, t, self.lengths[row]) for i, t in enumerate(shape.kv_dtypes)], axis=1
+        )
         q = to_float(self.qkv[row, : shape.q_size], shape.wire).reshape(shape.num_heads, shape.head_dim)
         o, lse = reference_attention(q, kv[:, 0], kv[:, 1], self.lengths[row], window=shape.window)
         return o, lse, float(np.abs(kv[:, 1]).max())
@@ -91,8 +169,10 @@ class Rows:
 def make_partition(shape: Shape, lengths: list[int], *, spare_blocks: int = 8, num_threads: int = 2) -> KVPartition:
     """A partition with room for these rows, all its memory NaN."""
     num_blocks = sum(-(-(n + 1) // shape.block_size) for n in lengths) + spare_blocks
-    partition = KVPartition(shape.layout(), (num_blocks,), num_threads=num_threads)
-    partition.pools[0].arena[:] = 0xFF
+    layout = shape.layout()
+    partition = KVPartition(layout, (num_blocks,) * len(layout.groups), num_threads=num_threads)
+    for pool in partition.pools:
+        pool.arena[:] = 0xFF
     return partition
 
 
@@ -130,5 +210,58 @@ def attend(
     return out, lse
 
 
+def stored(pool: BlockPool, layer: int, seq_id: int, tokens: Iterable[int]) -> tuple[np.ndarray | Codes, ...]:
+    """K and V of these tokens as they lie in the cache: each [num_tokens, num_kv_heads, head_dim].
+
+    This is the layout of a block in NumPy, as kernels.h describes it; `layer` counts within the group.
+    """
+    group, block_size, tokens = pool.group, pool.block_size, np.array(tokens)
+    shape = (-1, len(group.layers), group.num_kv_heads, block_size * group.head_token_bytes)
+    heads = pool.arena.reshape(shape)[:, layer]  # [num_blocks, num_kv_heads, bytes]
+    table = pool.tables[seq_id]
+    blocks, places = table.ids[tokens // block_size - table.first], tokens % block_size
+    border = block_size * kv_token_bytes(group.k_dtype, group.head_dim)
+    parts = (heads[..., :border], group.k_dtype, True), (heads[..., border:], group.v_dtype, False)
+    return tuple(
+        _map_part(_read_part(memory, dtype, group.head_dim, block_size, is_key), lambda x: x[blocks, :, places])
+        for memory, dtype, is_key in parts
+    )
+
+
+def _map_part(part: np.ndarray | Codes, f: Callable[[np.ndarray], np.ndarray]) -> np.ndarray | Codes:
+    if not isinstance(part, Codes):
+        return f(part)
+    return Codes(f(part.codes), f(part.scales), None if part.minimums is None else f(part.minimums))
+
+
+def _read_part(memory: np.ndarray, dtype: str, head_dim: int, block_size: int, is_key: bool) -> np.ndarray | Codes:
+    """K or V of all blocks and KV heads, [..., bytes]: values or codes [..., block_size, head_dim]."""
+    lead, num_groups = memory.shape[:-1], -(-head_dim // GROUP)
+    if dtype == "int4":
+        count = block_size * num_groups * PANEL
+        words, rest = _as(memory[..., : 2 * count], np.uint16), _as(memory[..., 2 * count :], np.float16)
+        codes = (words[..., None] >> np.arange(0, 16, 4, dtype=np.uint16) & 15).astype(np.uint8)
+        if is_key:  # [panels, words of a token, tokens of a panel, codes of a word], the last words unused
+            codes = codes.reshape(*lead, -1, num_groups * PANEL, PANEL, 4)
+            codes = np.moveaxis(codes, -2, -3).reshape(*lead, block_size, -1)
+        else:  # [tokens, groups, words, codes of a word]
+            codes = np.moveaxis(codes.reshape(*lead, block_size, num_groups, PANEL, 4), -1, -2)
+            codes = codes.reshape(*lead, block_size, -1)
+        scales = np.moveaxis(rest.reshape(*lead, 2, num_groups, block_size), -1, -2)
+        return Codes(codes[..., :head_dim], scales[..., 0, :, :], scales[..., 1, :, :])
+    item = np.dtype(np.int8) if dtype == "int8" else numpy_dtype(dtype)
+    values = _as(memory[..., : block_size * head_dim * item.itemsize], item)
+    if is_key:
+        values = np.moveaxis(values.reshape(*lead, -1, head_dim, PANEL), -1, -2)
+    values = values.reshape(*lead, block_size, head_dim)
+    if dtype != "int8":
+        return values
+    return Codes(values, _as(memory[..., block_size * head_dim :], np.float32)[..., None], None)
+
+
+def _as(memory: np.ndarray, dtype: np.dtype | type) -> np.ndarray:
+    return np.ascontiguousarray(memory).view(dtype)
+
+
 def bits(x: np.ndarray) -> np.ndarray:
-    return x.view(np.uint8)
+    return np.ascontiguousarray(x).view(np.uint8)

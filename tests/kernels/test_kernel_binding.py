@@ -91,7 +91,7 @@ from fastdecode_hpc.config import ConfigError
 from fastdecode_hpc.r_part.kv_cache import KVPartition
 from fastdecode_hpc.schedule.placement import KVLayout, LayerGroup
 try:
-    KVPartition(KVLayout(8, (LayerGroup((0,), 1, 8, "fp16"),)), (1,), num_threads=1)
+    KVPartition(KVLayout(8, (LayerGroup((0,), 1, 8, "fp16", "fp16"),)), (1,), num_threads=1)
 except ConfigError as error:
     print(error)
 """
@@ -106,8 +106,9 @@ def test_select_isa():
         select_isa("mmx")
 
 
-def test_isas_agree():
-    rows = Rows.random(Shape(6, 2, 80, cache="fp16"), [700, 33])
+@pytest.mark.parametrize("cache", ["fp16", "int8", "int4"])
+def test_isas_agree(cache):
+    rows = Rows.random(Shape(6, 2, 80, cache=cache), [700, 33])
     results = []
     for isa in available_isas():
         select_isa(isa)

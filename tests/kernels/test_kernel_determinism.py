@@ -1,5 +1,7 @@
 """A row's bits depend on its own q, K, V and position alone."""
 
+import copy
+
 import numpy as np
 import pytest
 from kernel_cases import Rows, Shape, attend, bits, fill, make_partition
@@ -9,14 +11,23 @@ from fastdecode_hpc.r_part import step_work
 LENGTHS = [0, 700, 3, 1500, 64, 511, 513, 90]
 
 
-@pytest.fixture(params=[None, 200], ids=["full", "window"])
+CASES = [(None, "fp16"), (200, "fp16"), (None, "int8"), (200, "int4"), (None, "k=int8,v=int4"), (40, "int8")]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[1]}-window-{case[0]}")
 def rows(request):
-    return Rows.random(Shape(6, 2, 64, request.param, "fp16", "fp16"), LENGTHS)
+    window, cache = request.param
+    return Rows.random(Shape(6, 2, 64, window, "fp16", cache), LENGTHS)
 
 
 @pytest.fixture
 def expected(isa, rows):
-    return alone(rows)
+    if (isa, rows.shape) not in _alone:
+        _alone[isa, rows.shape] = alone(rows)
+    return _alone[isa, rows.shape]
+
+
+_alone = {}
 
 
 def alone(rows):
@@ -34,7 +45,7 @@ def assert_same(got, expected, order=slice(None)):
     assert np.array_equal(bits(got[1]), bits(expected[1][order]))
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_threads", [1, 2, 4])
 @pytest.mark.parametrize("piece_bytes", [1, 300_000, 64 << 20])
 def test_threads_and_pieces(rows, expected, num_threads, piece_bytes, monkeypatch):
     monkeypatch.setattr(step_work, "MIN_THREAD_BYTES", 1)
@@ -62,37 +73,43 @@ def test_block_placement_and_history(rows, expected):
     assert_same(attend(partition, rows), expected)
 
 
-def test_grown_by_appends_equals_prefill(isa):
-    # The last tokens come one by one, with blocks and windows moving on.
-    for window in (None, 50):
-        rows = Rows.random(Shape(3, 1, 32, window), [120])
-        expected = alone(rows)
-        prefix = Rows(rows.shape, [90], [rows.prompts[0][:90]])
-        partition = make_partition(rows.shape, rows.lengths)
-        fill(partition, prefix)
-        for position in range(90, 121):
-            partition.reserve(0, position + 1)
-            partition.drop_unreachable(0, position)
-            q = rows.qkv[:, : rows.shape.q_size]
-            kv = rows.prompts[0][position : position + 1] if position < 120 else rows.qkv[:, rows.shape.q_size :]
-            step = Rows(rows.shape, [position], [], np.concatenate([q, kv], axis=1))
-            got = attend(partition, step)
-        assert_same(got, expected)
-
-
-def test_nan_stays_in_its_row(isa, rows):
+@pytest.mark.parametrize("cache", ["fp32", "int8", "int4", "k=int4,v=bf16"])
+@pytest.mark.parametrize("window", [None, 50])
+def test_grown_by_appends_equals_prefill(isa, window, cache):
+    # The last tokens come one by one, with blocks, windows and the copy of recent tokens moving on.
+    length, start = 230, 90
+    rows = Rows.random(Shape(3, 1, 32, window, cache=cache), [length])
     expected = alone(rows)
+    prefix = Rows(rows.shape, [start], [rows.prompts[0][:start]])
+    partition = make_partition(rows.shape, rows.lengths)
+    fill(partition, prefix)
+    q, newest = rows.qkv[:, : rows.shape.q_size], rows.qkv[:, rows.shape.q_size :]
+    kv = np.concatenate([rows.prompts[0], newest])
+    for position in range(start, length + 1):
+        partition.reserve(0, position + 1)
+        partition.drop_unreachable(0, position)
+        step = Rows(rows.shape, [position], [], np.concatenate([q, kv[position : position + 1]], axis=1))
+        got = attend(partition, step)
+    assert_same(got, expected)
+
+
+def test_nan_stays_in_its_row(isa, rows, expected):
+    rows = copy.deepcopy(rows)
     rows.qkv[1, 0] = np.nan  # q of one head
-    rows.prompts[3][1490, 0] = np.nan  # one K
+    rows.prompts[3][1490, 0] = np.nan  # one K, read as it came
+    rows.prompts[5][440, rows.shape.kv_size] = np.inf  # one V, quantised where the cache is
     partition = make_partition(rows.shape, rows.lengths)
     fill(partition, rows)
     got = attend(partition, rows, num_threads=3)
-    clean = [i for i in range(len(LENGTHS)) if i not in (1, 3)]
+    clean = [i for i in range(len(LENGTHS)) if i not in (1, 3, 5)]
     assert_same([x[clean] for x in got], expected, clean)
     assert np.isnan(got[0][1, :64]).all()  # the head of that q
     assert np.isfinite(got[0][1, 64:].astype(np.float32)).all()
     assert np.isnan(got[0][3, : 3 * 64]).all()  # the heads of that KV head
     assert np.isfinite(got[0][3, 3 * 64 :].astype(np.float32)).all()
+    if rows.shape.window != 40:  # else not seen
+        assert not np.isfinite(got[0][5, : 3 * 64].reshape(3, 64)[:, 0]).any()
+    assert np.isfinite(got[0][5, 3 * 64 :].astype(np.float32)).all()
 
 
 def test_no_rows(isa, rows):

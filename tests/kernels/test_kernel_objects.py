@@ -1,4 +1,4 @@
-"""The compiled objects: no instruction set leaks into another's file; the C++ alone passes its own check."""
+"""The compiled objects: no instruction set leaks into another's file."""
 
 import platform
 import shutil
@@ -71,17 +71,3 @@ def test_missing_objects_are_no_success(tmp_path):
     run = check([tmp_path])
     assert run.returncode == 1
     assert "no object of dispatch" in run.stderr
-
-
-@pytest.mark.slow
-def test_sanitizers_find_nothing(tmp_path):
-    flags = "-O1 -fsanitize=address,undefined -fno-sanitize-recover=all"
-    options = ["-DFD_PYTHON=OFF", "-DFD_KERNEL_CHECK=ON", "-DCMAKE_BUILD_TYPE=None", f"-DCMAKE_CXX_FLAGS={flags}"]
-    (tmp_path / "probe.cpp").write_text("int main() {}")
-    probe = [COMPILER, *flags.split(), tmp_path / "probe.cpp", "-o", tmp_path / "probe"]
-    if subprocess.run(probe, capture_output=True).returncode:
-        pytest.skip("this g++ has no sanitizers")
-    subprocess.run(["cmake", "-S", ROOT, "-B", tmp_path / "b", *options], check=True, capture_output=True)
-    subprocess.run(["cmake", "--build", tmp_path / "b", "--parallel"], check=True, capture_output=True)
-    run = subprocess.run([tmp_path / "b" / "cython" / "kernel_check"], capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr

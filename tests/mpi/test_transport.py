@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
+import threading
 import time
 
 import numpy as np
@@ -200,3 +202,19 @@ def test_a_wait_before_the_first_plan_is_not_bounded(world) -> None:
     progress = Progress(share_cores=False, use_thread=False, watchdog_s=0.01)
     until = time.perf_counter() + 0.2
     progress.wait_until(lambda: time.perf_counter() > until, "weights")
+
+
+def test_the_progress_thread_runs_where_it_is_told_and_its_maker_stays(world) -> None:
+    from fastdecode_hpc.transport.mpi import Progress
+
+    cores = os.sched_getaffinity(0)
+    last = max(cores)
+    progress = Progress(share_cores=True, use_thread=True, watchdog_s=60, thread_cores=(last,))
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "mpi-progress")
+    until = time.monotonic() + 30
+    while os.sched_getaffinity(thread.native_id) != {last} and time.monotonic() < until:
+        time.sleep(0.001)
+    assert os.sched_getaffinity(thread.native_id) == {last}
+    assert os.sched_getaffinity(0) == cores
+    progress.stop()
+    world.barrier()

@@ -9,7 +9,7 @@ from fastdecode_hpc.schedule.admission import Admission
 from fastdecode_hpc.schedule.placement import KVLayout, LayerGroup, Placement
 from fastdecode_hpc.sequence import MiniBatch, SamplingParams, Sequence
 
-LAYOUT = KVLayout(8, (LayerGroup((0,), 1, 8, "fp16"),))
+LAYOUT = KVLayout(8, (LayerGroup((0,), 1, 8, "fp16", "fp16"),))
 
 
 def make_seq(seq_id: int, prompt_len: int = 5, max_new_tokens: int = 3) -> Sequence:

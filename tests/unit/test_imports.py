@@ -42,7 +42,8 @@ def test_each_heavy_dependency_has_one_home() -> None:
     assert importers_of("mpi4py") == {"transport/mpi.py"}
     assert importers_of("h5py") == {"report.py"}
     assert importers_of("transformers") == {"tokenizer.py"}
-    assert all(path.startswith("s_part/") for path in importers_of("torch"))
+    assert all(path.startswith("s_part/") for path in importers_of("torch") - {"bench/peers_torch.py"})
+    assert importers_of("xllamacpp") == {"bench/peers_llamacpp.py"}
 
 
 def modules_after(code: str) -> set[str]:
@@ -62,6 +63,12 @@ def test_an_r_worker_loads_no_torch() -> None:
 def test_the_command_line_loads_nothing_heavy() -> None:
     loaded = modules_after("from fastdecode_hpc.cli import build_parser; build_parser()")
     assert not loaded & {"torch", "mpi4py", "numpy", "h5py", "transformers", "tqdm"}
+
+
+def test_the_kernel_benchmark_loads_neither_torch_nor_mpi() -> None:
+    loaded = modules_after("import fastdecode_hpc.bench.kernel_session")
+    assert "numpy" in loaded
+    assert not loaded & {"torch", "mpi4py", "h5py", "transformers", "xllamacpp"}
 
 
 def test_every_module_is_named_in_the_architecture_page() -> None:

@@ -1,5 +1,6 @@
 """Owners, reservations and counts."""
 
+import dataclasses
 from collections import Counter
 
 import pytest
@@ -7,19 +8,90 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastdecode_hpc.config import ModelConfig
-from fastdecode_hpc.schedule.placement import KVLayout, LayerGroup, Placement, make_layout, row_counts
+from fastdecode_hpc.schedule.placement import (
+    RECENT_WINDOW,
+    KVLayout,
+    LayerGroup,
+    Placement,
+    make_layout,
+    row_counts,
+)
 
 MODEL = ModelConfig(100, 64, 96, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16, max_context_len=512)
 
 
 def layout(window: int | None = None, block_size: int = 8) -> KVLayout:
-    return KVLayout(block_size, (LayerGroup((0, 1), 2, 16, "fp16", window),))
+    return KVLayout(block_size, (LayerGroup((0, 1), 2, 16, "fp16", "fp16", window),))
 
 
 def test_bytes_of_a_block_are_k_and_v_of_all_layers_and_heads() -> None:
     made = make_layout(MODEL, block_size=32, kv_dtype="fp16")
     assert made.groups[0].block_bytes(32) == 2 * 3 * 2 * 32 * 16 * 2
     assert made.bytes_for(33) == 2 * made.groups[0].block_bytes(32)
+
+
+@pytest.mark.parametrize(
+    "kv_dtype,token_bytes,recent",
+    [
+        ("int8", 2 * (16 + 4), ("fp16", "fp16")),
+        ("int4", 2 * (16 + 4), ("fp16", "fp16")),  # a head of 16 takes a whole group of 32
+        ("k=int8,v=int4", 2 * (16 + 4), ("fp16", "fp16")),
+        ("k=int4,v=bf16", 16 + 4 + 2 * 16, ("fp16", "bf16")),
+        ("k=fp32,v=int8", 4 * 16 + 16 + 4, ("fp32", "fp16")),
+    ],
+)
+def test_a_quantised_layout_has_a_copy_of_recent_tokens(kv_dtype: str, token_bytes: int, recent: tuple) -> None:
+    made = make_layout(MODEL, block_size=32, kv_dtype=kv_dtype)
+    group, copy = made.groups
+    assert (group.is_quantised, group.is_recent, group.window) == (True, False, None)
+    assert (copy.is_quantised, copy.is_recent, copy.window) == (False, True, RECENT_WINDOW)
+    assert (copy.k_dtype, copy.v_dtype) == recent
+    assert copy.layers == group.layers == (0, 1, 2)
+    assert group.block_bytes(32) == 32 * 3 * 2 * token_bytes
+    assert made.token_bytes == 3 * 2 * token_bytes  # what one more token costs
+    # The copy takes the same for every long sequence.
+    assert made.worst_case(1000) == (32, 3)
+    assert made.bytes_for(1000) - made.bytes_for(968) == group.block_bytes(32)
+
+
+@pytest.mark.parametrize("kv_dtype", ["fp32", "fp16", "bf16", "k=fp32,v=fp16"])
+def test_other_layouts_have_none(kv_dtype: str) -> None:
+    (group,) = make_layout(MODEL, block_size=32, kv_dtype=kv_dtype).groups
+    assert not group.is_quantised
+
+
+@pytest.mark.parametrize("window,expected", [(16, 16), (64, 64), (4096, RECENT_WINDOW)])
+def test_a_window_bounds_the_copy(window: int, expected: int) -> None:
+    model = dataclasses.replace(MODEL, sliding_window=window)
+    group, copy = make_layout(model, block_size=8, kv_dtype="int8").groups
+    assert (group.window, copy.window) == (window, expected)
+
+
+def test_memory_is_shared_between_the_cache_and_its_copy() -> None:
+    made = make_layout(MODEL, block_size=32, kv_dtype="int8")
+    budget = 50 * made.bytes_for(512) + 7
+    blocks = made.split_budget(budget, 512, 50)
+    assert blocks == tuple(50 * n for n in made.worst_case(512))
+    placement = Placement(made, {1: blocks})
+    assert [placement.place(i, 512) for i in range(51)] == [1] * 50 + [None]
+
+
+def test_short_sequences_do_not_run_out_of_copies() -> None:
+    # The model could go on for long, the sequences don't: there are as many copies as sequences run at once.
+    made = make_layout(MODEL, block_size=32, kv_dtype="int4")
+    budget = 100 * made.bytes_for(8192)
+    placement = Placement(made, {1: made.split_budget(budget, 8192, 256)})
+    assert [placement.place(i, 200) for i in range(256)] == [1] * 256
+    held = sum(blocks * group.block_bytes(32) for blocks, group in zip(placement.capacity[1], made.groups, strict=True))
+    assert held <= budget
+
+
+def test_copies_leave_most_of_a_small_memory() -> None:
+    made = make_layout(MODEL, block_size=32, kv_dtype="int4")
+    blocks = made.split_budget(30 * made.bytes_for(512), 512, 10_000)
+    sizes = [n * group.block_bytes(32) for n, group in zip(blocks, made.groups, strict=True)]
+    assert sizes[1] <= sum(sizes) / 3
+    assert min(made.split_budget(made.bytes_for(512), 512, 1)) > 0
 
 
 @given(st.integers(1, 200), st.integers(1, 60), st.sampled_from([8, 16, 32]))

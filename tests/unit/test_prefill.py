@@ -70,13 +70,17 @@ class FakeTransport:
         pass
 
 
-@given(LENGTHS, st.integers(1, 400), st.sampled_from([None, 5, 24]), st.integers(1, 64))
+@given(
+    LENGTHS, st.integers(1, 400), st.sampled_from([None, 5, 24]), st.integers(1, 64), st.sampled_from(["fp32", "int8"])
+)
 @settings(max_examples=60, deadline=None)
-def test_units_send_what_is_listed_and_end_each_prompt_once(lengths, budget, window, max_batch_tokens) -> None:
+def test_units_send_what_is_listed_and_end_each_prompt_once(
+    lengths, budget, window, max_batch_tokens, kv_dtype
+) -> None:
     model = ModelConfig(
         200, 8, 8, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=8, max_context_len=128, sliding_window=window
     )
-    layout = make_layout(model, block_size=8, kv_dtype="fp32")
+    layout = make_layout(model, block_size=8, kv_dtype=kv_dtype)
     transport = FakeTransport()
     prefill = Prefill(
         FakeSPart(model), transport, layout, WireCast("fp32", torch.device("cpu")),

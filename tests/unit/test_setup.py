@@ -48,10 +48,30 @@ def test_a_progress_thread_needs_a_core_that_no_thread_uses() -> None:
     assert not any(rank.use_progress_thread for rank in full.ranks)
 
 
+def test_r_workers_bind_threads_to_cores_that_they_have_for_themselves() -> None:
+    ranks = [hello(0, cores=range(8)), hello(1, cores=range(4, 12)), hello(2, cores=range(12, 16))]
+    ranks += [hello(3, name="n1", threads=2)]
+    assert [rank.pin_cores for rank in decide(ranks).ranks] == [(), (8, 9, 10, 11), (12, 13, 14, 15), (0, 2)]
+    assert not any(rank.pin_cores for rank in decide(ranks, pin_threads=False).ranks)
+    ranks[2] = dataclasses.replace(ranks[2], binding="OMP_PROC_BIND=false")
+    assert decide(ranks).ranks[2].pin_cores == ()
+    assert decide(ranks, pin_threads=True).ranks[2].pin_cores == (12, 13, 14, 15)
+
+
+def test_binding_that_cannot_be_is_refused_only_where_it_was_asked_for() -> None:
+    ranks = [hello(0), hello(1, threads=2)]
+    assert not any(rank.pin_cores for rank in decide(ranks).ranks)
+    with pytest.raises(ConfigError, match=r"rank 1 on n0 cannot bind 2 threads: of its cores 0-3 it has 0 for itself"):
+        decide(ranks, pin_threads=True)
+    with pytest.raises(ConfigError, match="this is one process"):
+        decide([dataclasses.replace(hello(0), isas=X86)], pin_threads=True)
+
+
 def test_one_process_is_both_parts() -> None:
     (rank,) = decide([dataclasses.replace(hello(0), isas=X86)]).ranks
     assert (rank.role, rank.isa, rank.share_cores) == ("both", "avx2", False)
     assert rank.num_blocks[0] > 0
+    assert rank.pin_cores == ()
 
 
 def test_all_r_workers_use_the_best_instruction_set_that_all_have() -> None:

@@ -6,6 +6,7 @@ The only importer of the native module.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ISA_VARIABLE",
+    "READ_LOOPS",
     "DecodeAttention",
     "StepWork",
     "active_isa",
@@ -27,11 +29,16 @@ __all__ = [
     "convert_rows",
     "make_cache_view",
     "numpy_dtype",
+    "pin_threads",
+    "read_sums",
     "reference_attention",
     "select_isa",
+    "thread_cores",
+    "touch_parts",
 ]
 
 ISA_VARIABLE = "FASTDECODE_ISA"
+READ_LOOPS = _kernels.READ_LOOPS
 _isa_is_chosen = False
 
 
@@ -90,6 +97,17 @@ def convert_rows(rows: np.ndarray, source_dtype: str, target_dtype: str) -> np.n
     return target
 
 
+def touch_parts(buffer: np.ndarray, num_threads: int) -> None:
+    """Fill a buffer, [count] float32, with zeros: each thread the part that it reads in `read_sums`."""
+    _kernels.touch_parts(buffer, num_threads)
+
+
+def read_sums(buffer: np.ndarray, variant: int, num_threads: int) -> float:
+    """Read a buffer, [count] float32, by the loop `READ_LOOPS[variant]`; the sum of what was read."""
+    _choose_isa()
+    return _kernels.read_sums(buffer, variant, num_threads)
+
+
 def make_cache_view(arena: np.ndarray, group: LayerGroup, block_size: int) -> _kernels.CacheView:
     """The kernels' view of the memory of one layer group, [num_blocks * block_bytes] uint8."""
     _choose_isa()
@@ -99,7 +117,8 @@ def make_cache_view(arena: np.ndarray, group: LayerGroup, block_size: int) -> _k
         num_kv_heads=group.num_kv_heads,
         head_dim=group.head_dim,
         block_size=block_size,
-        kv_dtype=group.kv_dtype,
+        k_dtype=group.k_dtype,
+        v_dtype=group.v_dtype,
     )
 
 
@@ -136,18 +155,22 @@ class DecodeAttention:
     ) -> None:
         _choose_isa()
         self._places = partition.layer_places
-        self._views = tuple(pool.view for pool in partition.pools)
+        pools = [pool for pool in partition.pools if not pool.group.is_recent]
+        recent = [partition.recent_pool(pool) for pool in pools]
+        self._views = tuple(pool.view for pool in pools)
+        self._recent_views = tuple(None if pool is None else pool.view for pool in recent)
         self._num_threads, self._wire_dtype = num_threads, wire_dtype
         self._kernels = tuple(
             _kernels.GroupAttention(
                 pool.view,
+                recent_view,
                 num_heads=num_heads,
                 wire_dtype=wire_dtype,
                 scale=pool.group.head_dim**-0.5 if scale is None else scale,
             )
-            for pool in partition.pools
+            for pool, recent_view in zip(pools, self._recent_views, strict=True)
         )
-        self._q_sizes = tuple(num_heads * pool.group.head_dim for pool in partition.pools)
+        self._q_sizes = tuple(num_heads * pool.group.head_dim for pool in pools)
 
     def append(self, layer: int, work: StepWork, qkv: np.ndarray) -> None:
         """Store K and V of the rows ``[q|k|v]`` at their positions.
@@ -158,9 +181,11 @@ class DecodeAttention:
             [num_rows, qkv_size] of the wire's type, C-contiguous.
         """
         group, index = self._places[layer]
-        self._views[group].store(
-            index, work.groups[group].token_bytes, qkv, self._q_sizes[group], self._wire_dtype, self._num_threads
-        )
+        arrays, recent = work.groups[group], self._recent_views[group]
+        k_column, threads = self._q_sizes[group], self._num_threads
+        self._views[group].store(index, arrays.places, qkv, k_column, self._wire_dtype, threads)
+        if recent is not None:
+            recent.store(index, arrays.recent_places, qkv, k_column, self._wire_dtype, threads)
 
     def attend(
         self,
@@ -195,13 +220,19 @@ def _make_plan(work: StepWork, group: int, num_kv_heads: int) -> _kernels.GroupP
         blocks=arrays.blocks,
         table_base=arrays.table_base,
         positions=work.positions,
+        recent_blocks=arrays.recent_blocks,
+        recent_base=arrays.recent_base,
         item_pair=arrays.item_pair,
         item_start=arrays.item_start,
         item_stop=arrays.item_stop,
+        item_cache=arrays.item_cache,
         pair_items=arrays.pair_items,
-        piece_rows=work.piece_rows,
+        chunks=arrays.chunks,
+        splits=arrays.splits,
+        piece_chunks=arrays.piece_chunks,
+        piece_splits=arrays.piece_splits,
         piece_threads=arrays.piece_threads,
-        shares=arrays.shares,
+        num_slots=arrays.num_slots,
     )
     return arrays.plan
 
@@ -247,3 +278,24 @@ def reference_attention(
     weights = np.exp(scores - largest)
     total = weights.sum(axis=1, keepdims=True)
     return np.einsum("ht,thd->hd", weights / total, values), (largest + np.log(total))[:, 0]
+
+
+def pin_threads(cores: Sequence[int]) -> None:
+    """Bind thread i of the kernels' team of ``len(cores)`` threads to ``cores[i]``; the calling thread is thread 0.
+
+    Threads that the calling thread starts later inherit its core.
+
+    Raises
+    ------
+    OSError
+        If the kernel refuses; threads may then be bound in part (see `thread_cores`).
+    """
+    _kernels.pin_threads(np.array(cores, np.int32))
+
+
+def thread_cores(num_threads: int) -> tuple[tuple[int, ...], ...]:
+    """The cores that each thread of the kernels' team may run on, as the kernel tells them.
+
+    Shorter than `num_threads` where OpenMP gives fewer threads (OMP_THREAD_LIMIT).
+    """
+    return _kernels.thread_cores(num_threads)

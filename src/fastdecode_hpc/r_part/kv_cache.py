@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from fastdecode_hpc.config import DTYPE_BYTES
 from fastdecode_hpc.r_part.attention import make_cache_view
+from fastdecode_hpc.r_part.huge_pages import huge_page_share
 from fastdecode_hpc.schedule.placement import KVLayout, LayerGroup
 
+HUGE_PAGE_BYTES = 2 << 20  # of x86-64, and of ARM with 4 KiB pages
 GROW_BYTES = 64 << 20  # the arena is first touched in steps of this size, as blocks are first used
 
 
@@ -27,15 +28,28 @@ def map_arena(num_bytes: int) -> np.ndarray:
     -------
     np.ndarray
         [num_bytes] uint8.
+
+    Notes
+    -----
+    It begins at a border between huge pages, and its mapping ends at one, so that both ends can lie on huge
+    pages too. Up to one huge page more than `num_bytes` may come to be used.
     """
     if num_bytes == 0:
         return np.empty(0, np.uint8)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-    memory = mmap.mmap(-1, num_bytes, flags=flags)
+    if num_bytes < HUGE_PAGE_BYTES:
+        return np.frombuffer(mmap.mmap(-1, num_bytes, flags=flags), np.uint8)
+    memory = mmap.mmap(-1, (-(-num_bytes // HUGE_PAGE_BYTES) + 1) * HUGE_PAGE_BYTES, flags=flags)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without huge pages: small ones do as well, slower
             memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, np.uint8)
+    return from_huge_page_border(np.frombuffer(memory, np.uint8), num_bytes)
+
+
+def from_huge_page_border(memory: np.ndarray, num_bytes: int) -> np.ndarray:
+    """The first `num_bytes` bytes of `memory`, uint8, that begin at a border between huge pages."""
+    first = -memory.ctypes.data % HUGE_PAGE_BYTES
+    return memory[first : first + num_bytes]
 
 
 @dataclass(slots=True)
@@ -67,7 +81,6 @@ class BlockPool:
     def __init__(self, group: LayerGroup, block_size: int, num_blocks: int, *, num_threads: int) -> None:
         self.group, self.block_size, self.num_blocks = group, block_size, num_blocks
         self.block_bytes = group.block_bytes(block_size)
-        self.token_bytes = group.head_dim * DTYPE_BYTES[group.kv_dtype]  # of one token, K or V, one head
         self.arena = map_arena(num_blocks * self.block_bytes)
         self.view = make_cache_view(self.arena, group, block_size)
         self.tables: dict[int, BlockTable] = {}
@@ -87,6 +100,8 @@ class BlockPool:
 
     def reserve(self, seq_id: int, num_tokens: int) -> None:
         table = self.tables[seq_id]
+        if self.group.is_recent:  # older ones are never read here, whoever stores them
+            self.drop_unreachable(seq_id, num_tokens - 1)
         missing = -(-num_tokens // self.block_size) - table.stop
         if missing > 0:
             table.extend(self._take(missing, seq_id))
@@ -100,7 +115,7 @@ class BlockPool:
         self._give_back(self.tables.pop(seq_id).ids.tolist())
 
     def locate(self, seq_id: int, tokens: np.ndarray) -> np.ndarray:
-        """Bytes from the start of block 0 to K of these tokens, for KV head 0 of the group's first layer."""
+        """Where these tokens are: block * block_size + place in the block."""
         table = self.tables[seq_id]
         index = tokens // self.block_size - table.first
         assert index.size == 0 or (index.min() >= 0 and index.max() < len(table.ids)), (
@@ -108,7 +123,7 @@ class BlockPool:
             f"{table.first * self.block_size} to {table.stop * self.block_size - 1}: reserve blocks first"
         )
         blocks = table.ids[index].astype(np.int64)
-        return np.asarray(blocks * self.block_bytes + tokens % self.block_size * self.token_bytes)
+        return np.asarray(blocks * self.block_size + tokens % self.block_size)
 
     def check_integrity(self) -> None:
         """Every block that was ever handed out is free or in exactly one table."""
@@ -173,10 +188,14 @@ class KVPartition:
             BlockPool(group, layout.block_size, blocks, num_threads=num_threads)
             for group, blocks in zip(layout.groups, num_blocks, strict=True)
         )
-        # layer |-> (group, index within the group)
-        self.layer_places = {
-            layer: (g, index) for g, group in enumerate(layout.groups) for index, layer in enumerate(group.layers)
-        }
+        # layer |-> (group, index within the group), copies of recent tokens not counted
+        main = [group for group in layout.groups if not group.is_recent]
+        self.layer_places = {layer: (g, i) for g, group in enumerate(main) for i, layer in enumerate(group.layers)}
+
+    def recent_pool(self, pool: BlockPool) -> BlockPool | None:
+        """The unquantised copy of recent tokens beside a quantised pool."""
+        layers = pool.group.layers
+        return next((other for other in self.pools if other.group.is_recent and other.group.layers == layers), None)
 
     def add(self, seq_id: int, start: int = 0) -> None:
         """Open a new sequence whose windowed groups begin at token `start`: older ones are never stored."""
@@ -208,6 +227,13 @@ class KVPartition:
         """Blocks of each group that no sequence holds."""
         return tuple(pool.num_free for pool in self.pools)
 
+    def huge_page_share(self) -> float | None:
+        """Share of the memory in use that lies on huge pages, 0 to 1; None before any is.
+
+        Asks the kernel, which walks over all pages: milliseconds, more where pages are small.
+        """
+        return huge_page_share([pool.arena for pool in self.pools])
+
     def check_integrity(self) -> None:
         """Raise `AssertionError` unless every block is free or in exactly one table."""
         for pool in self.pools:
@@ -222,10 +248,10 @@ class KVPartition:
             [num_tokens, 2 * kv_size] rows ``[k|v]`` of `wire_dtype`. Tokens older than the first block of a
             windowed group are left out.
         """
-        group, index = self.layer_places[layer]
-        pool = self.pools[group]
-        skip = 0
-        if pool.group.window is not None:
-            skip = min(len(kv_rows), max(0, pool.tables[seq_id].first * self.layout.block_size - start))
-        tokens = np.arange(start + skip, start + len(kv_rows))
-        pool.view.store(index, pool.locate(seq_id, tokens), kv_rows[skip:], 0, wire_dtype, self.num_threads)
+        for pool in self.pools:
+            if layer in pool.group.layers:
+                first = pool.tables[seq_id].first * self.layout.block_size if pool.group.window is not None else 0
+                skip = min(len(kv_rows), max(0, first - start))
+                places = pool.locate(seq_id, np.arange(start + skip, start + len(kv_rows)))
+                index = pool.group.layers.index(layer)
+                pool.view.store(index, places, kv_rows[skip:], 0, wire_dtype, self.num_threads)

@@ -309,6 +309,8 @@ class SWorker:
         """Tokens that the R-workers read in this step, averaged over layers."""
         total = 0
         for group in self.layout.groups:
+            if group.is_recent:  # read instead of others
+                continue
             for seq in seqs:
                 seen = seq.context_len if group.window is None else min(seq.context_len, group.window)
                 total += seen * len(group.layers)

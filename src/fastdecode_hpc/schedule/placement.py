@@ -7,25 +7,60 @@ owners, R-workers do not.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from fastdecode_hpc.config import DTYPE_BYTES, ModelConfig
+from fastdecode_hpc.config import QUANTISED_DTYPES, ModelConfig, kv_token_bytes, parse_kv_dtype
+
+# Of a quantised cache, the newest token and at least this many before it are read as they came: those from the
+# last multiple of it that leaves so many.
+RECENT_TOKENS = 32
+RECENT_WINDOW = 2 * RECENT_TOKENS  # tokens that must be kept for that
+RECENT_SHARE = 3  # the copies of recent tokens get at most one part in so many of the memory
+RECENT_DTYPE = "fp16"
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers that share a block table: equal window, KV heads, head_dim and type."""
+    """Layers that share a block table: equal window, KV heads, head_dim and types.
+
+    A quantised group has a second one beside it, `is_recent`: the most recent tokens of the same layers, as they
+    came. Attention reads those instead, which costs little and keeps most of the accuracy.
+    """
 
     layers: tuple[int, ...]
     num_kv_heads: int
     head_dim: int
-    kv_dtype: str
+    k_dtype: str
+    v_dtype: str
     window: int | None = None
+    is_recent: bool = False
+
+    @property
+    def is_quantised(self) -> bool:
+        return self.k_dtype in QUANTISED_DTYPES or self.v_dtype in QUANTISED_DTYPES
+
+    @property
+    def head_token_bytes(self) -> int:
+        """Bytes of one token's K and V in one layer and KV head, scales included."""
+        return kv_token_bytes(self.k_dtype, self.head_dim) + kv_token_bytes(self.v_dtype, self.head_dim)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in all layers of the group."""
+        return len(self.layers) * self.num_kv_heads * self.head_token_bytes
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one block: K and V of `block_size` tokens, all KV heads and all layers of the group."""
-        elements = 2 * len(self.layers) * self.num_kv_heads * block_size * self.head_dim
-        return elements * DTYPE_BYTES[self.kv_dtype]
+        return block_size * self.token_bytes
+
+    def row_bytes(self, num_tokens: int) -> int:
+        """K and V, scales included, that attention of a row with this context reads in one layer (no window)."""
+        recent = 0
+        if self.is_quantised:
+            recent = min(num_tokens, num_tokens - (num_tokens - 1 - RECENT_TOKENS) // RECENT_TOKENS * RECENT_TOKENS)
+        copy = with_recent(self)[-1]
+        head_bytes = (num_tokens - recent) * self.head_token_bytes + recent * copy.head_token_bytes
+        return self.num_kv_heads * head_bytes
 
     def first_needed(self, position: int) -> int:
         """Oldest token that a query at `position` still sees."""
@@ -47,6 +82,11 @@ class KVLayout:
         # A window may start anywhere in a block, and the newest token is appended before the oldest is dropped.
         return min(blocks, -(-group.window // self.block_size) + 1)
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in all layers, scales included; the copy of recent tokens, of fixed size, is left out."""
+        return sum(group.token_bytes for group in self.groups if not group.is_recent)
+
     def worst_case(self, num_tokens: int) -> tuple[int, ...]:
         """Most blocks, for each group, that a sequence of up to `num_tokens` tokens holds at once."""
         return tuple(self.blocks_for(num_tokens, group) for group in self.groups)
@@ -58,23 +98,45 @@ class KVLayout:
             for blocks, group in zip(self.worst_case(num_tokens), self.groups, strict=True)
         )
 
-    def split_budget(self, budget_bytes: int, max_context_len: int) -> tuple[int, ...]:
-        """Blocks of each group in `budget_bytes`, shared as one longest sequence would use them."""
-        unit = self.worst_case(max_context_len)
-        unit_bytes = self.bytes_for(max_context_len)
-        return tuple(budget_bytes * blocks // unit_bytes for blocks in unit)
+    def split_budget(self, budget_bytes: int, max_context_len: int, max_sequences: int) -> tuple[int, ...]:
+        """Blocks of each group in `budget_bytes`.
+
+        Copies of recent tokens get what `max_sequences` sequences need, which does not grow with their length, up to
+        a share of the memory; the others share the rest as one longest sequence would use it.
+        """
+        unit = dict(zip(self.groups, self.worst_case(max_context_len), strict=True))
+        sizes = {group: group.block_bytes(self.block_size) for group in self.groups}
+        recent = {
+            group: max(unit[group], min(max_sequences * unit[group], budget_bytes // RECENT_SHARE // sizes[group]))
+            for group in self.groups
+            if group.is_recent
+        }
+        rest = max(0, budget_bytes - sum(sizes[group] * blocks for group, blocks in recent.items()))
+        unit_bytes = sum(sizes[group] * blocks for group, blocks in unit.items() if not group.is_recent)
+        return tuple(recent.get(group, rest * unit[group] // unit_bytes) for group in self.groups)
 
 
 def make_layout(model: ModelConfig, *, block_size: int, kv_dtype: str) -> KVLayout:
-    """Group the layers of `model` for the KV cache."""
+    """Group the layers of `model` for the KV cache; `kv_dtype` as `config.parse_kv_dtype` reads it."""
+    k_dtype, v_dtype = parse_kv_dtype(kv_dtype)
     group = LayerGroup(
         layers=tuple(range(model.num_layers)),
         num_kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
-        kv_dtype=kv_dtype,
+        k_dtype=k_dtype,
+        v_dtype=v_dtype,
         window=model.sliding_window,
     )
-    return KVLayout(block_size=block_size, groups=(group,))
+    return KVLayout(block_size=block_size, groups=with_recent(group))
+
+
+def with_recent(group: LayerGroup) -> tuple[LayerGroup, ...]:
+    """The group, and where it is quantised the one that keeps its recent tokens."""
+    if not group.is_quantised:
+        return (group,)
+    window = RECENT_WINDOW if group.window is None else min(RECENT_WINDOW, group.window)
+    k_dtype, v_dtype = (RECENT_DTYPE if t in QUANTISED_DTYPES else t for t in (group.k_dtype, group.v_dtype))
+    return group, replace(group, k_dtype=k_dtype, v_dtype=v_dtype, window=window, is_recent=True)
 
 
 @dataclass(slots=True)

@@ -13,7 +13,8 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -95,17 +96,17 @@ class World:
         _poll(self.comm.Ibcast(buffer, root=S_RANK))
         return value if self.is_s_rank else pickle.loads(buffer.tobytes())
 
-    def gather(self, value: Any) -> list[Any] | None:
-        """Collect one value of every rank at the S-worker (None elsewhere)."""
+    def gather(self, value: Any, timeout_s: float | None = None) -> list[Any] | None:
+        """Collect one value of every rank at the S-worker (None elsewhere); a `WatchdogError` after `timeout_s`."""
         blob = np.frombuffer(pickle.dumps(value), np.uint8)
         lengths = np.empty(self.size, np.int64) if self.is_s_rank else None
-        _poll(self.comm.Igather(np.array([len(blob)], np.int64), lengths, root=S_RANK))
+        _poll(self.comm.Igather(np.array([len(blob)], np.int64), lengths, root=S_RANK), timeout_s)
         if lengths is None:
-            _poll(self.comm.Igatherv(blob, None, root=S_RANK))
+            _poll(self.comm.Igatherv(blob, None, root=S_RANK), timeout_s)
             return None
         buffer = np.empty(int(lengths.sum()), np.uint8)
         displs = np.concatenate([[0], np.cumsum(lengths)[:-1]])
-        _poll(self.comm.Igatherv(blob, [buffer, lengths, displs, MPI.BYTE], root=S_RANK))
+        _poll(self.comm.Igatherv(blob, [buffer, lengths, displs, MPI.BYTE], root=S_RANK), timeout_s)
         return [pickle.loads(part.tobytes()) for part in np.split(buffer, displs[1:])]
 
     def barrier(self, timeout_s: float | None = None) -> None:
@@ -194,9 +195,13 @@ class Progress:
         Start the progress thread.
     watchdog_s : float
         Longest single wait before the job is ended.
+    thread_cores : collection of int, optional
+        Cores for that thread; by default those of the thread that makes this, which may be bound to one.
     """
 
-    def __init__(self, *, share_cores: bool, use_thread: bool, watchdog_s: float) -> None:
+    def __init__(
+        self, *, share_cores: bool, use_thread: bool, watchdog_s: float, thread_cores: Collection[int] = ()
+    ) -> None:
         self.share_cores = share_cores
         self.watchdog_s = watchdog_s
         self.armed = False  # by the first plan: until then rank 0 may load weights for as long as it takes
@@ -204,6 +209,7 @@ class Progress:
         self._lock = threading.RLock()
         self._pending: list[Pending] = []
         self._deferred: deque[tuple[Callable[[], bool], Callable[[], None]]] = deque()
+        self._thread_cores = thread_cores
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         if use_thread and MPI.Query_thread() >= MPI.THREAD_SERIALIZED:
@@ -270,6 +276,9 @@ class Progress:
             self._deferred.popleft()[1]()
 
     def _poke_for_ever(self) -> None:
+        if self._thread_cores:
+            with suppress(OSError):  # masks can't be set here: poking on a busy core is still poking
+                os.sched_setaffinity(0, self._thread_cores)  # of this thread alone
         while not self._stop.wait(2 * SLEEP_S):
             self.poke()
 

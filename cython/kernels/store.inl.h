@@ -1,0 +1,178 @@
+// The store of K and V into the cache, quantised on the way where the cache's type says so: included after a
+// vec_<isa>.h. Codes and scales are the same bits on every instruction set.
+#pragma once
+
+#include <string.h>
+
+#include "cache.inl.h"
+
+namespace {
+
+using fastdecode::kMaxHeadDim;
+using fastdecode::StoreArgs;
+
+// Where one token goes, in one part of one KV head's block.
+struct Place {
+  int panel, lane;  // lane: of the token in its panel
+};
+
+// In what follows x may be read up to a whole number of vectors: `pad_row` repeats the last value there.
+
+// The largest of |x|, by d.
+Vec largest_magnitude(const float* x, int count) {
+  Vec largest = broadcast(0.0f);
+  for (int d = 0; d < count; d += Vec::width) largest = max(abs(load(x + d)), largest);
+  return largest;
+}
+
+// 0, or NaN where any of the values is infinite or NaN: added to a scale, it makes the whole group NaN.
+float poison(const float* x, int count) {
+  Vec sum = broadcast(0.0f);
+  for (int d = 0; d < count; d += Vec::width) sum = fma(load(x + d), broadcast(0.0f), sum);
+  return reduce_add(sum);
+}
+
+// The nearest integer, to even, in the low bits; defined for every float.
+std::uint32_t round_bits(float x) {
+  const float magic = x + kRoundMagic;
+  std::uint32_t bits;
+  memcpy(&bits, &magic, sizeof bits);
+  return bits;
+}
+
+// 1 / scale; 0 where the scale is too small for it, as all codes are 0 then.
+float inverse_of(float scale) { return scale > 1e-30f ? 1.0f / scale : 0.0f; }
+
+// Symmetric, one scale for the row.
+float quantise(const float* x, int head_dim, Int8* codes) {
+  const float scale = reduce_max(largest_magnitude(x, head_dim)) / 127.0f, inverse = inverse_of(scale);
+  for (int d = 0; d < head_dim; ++d) codes[d].code = static_cast<std::int8_t>(round_bits(x[d] * inverse));
+  return (inverse == 0.0f ? 0.0f : scale) + poison(x, head_dim);
+}
+
+struct GroupScale {
+  Half scale, minimum;
+};
+
+// The 16-bit form of a float, and back, as the cache rounds it.
+Half round_half(float x) {
+  float wide[8] = {x};
+  Half halves[8];
+  convert(wide, fastdecode::kFloat32, halves, fastdecode::kFloat16, 8);
+  return halves[0];
+}
+float widen(Half x) {
+  Half halves[8] = {x};
+  float wide[8];
+  convert(halves, fastdecode::kFloat16, wide, fastdecode::kFloat32, 8);
+  return wide[0];
+}
+
+// From minimum to maximum in 15 steps.
+GroupScale quantise(const float* x, int count, std::uint8_t* codes) {
+  Vec highest = broadcast(kHalfMax * -1.0f), lowest = highest;
+  for (int d = 0; d < count; d += Vec::width) {
+    const Vec value = load(x + d);
+    highest = max(value, highest);
+    lowest = max(sub(broadcast(0.0f), value), lowest);
+  }
+  const Half minimum = round_half(-reduce_max(lowest));
+  const float least = widen(minimum), invalid = poison(x, count);
+  const Half scale = round_half((reduce_max(highest) - least) / 15.0f + invalid);
+  const float inverse = inverse_of(widen(scale));
+  for (int d = 0; d < count; ++d) {
+    const float code = (x[d] - least) * inverse;
+    codes[d] = static_cast<std::uint8_t>(round_bits(code < 0.0f ? 0.0f : code > 15.0f ? 15.0f : code) & 15u);
+  }
+  return {scale, minimum};
+}
+
+template <class T>
+void write_codes(T* panel, const T* codes, int head_dim, int lane, bool is_key) {
+  if (!is_key) {
+    memcpy(panel + std::int64_t{lane} * head_dim, codes, sizeof(T) * head_dim);
+    return;
+  }
+  for (int d = 0; d < head_dim; ++d) panel[d * kPanelTokens + lane] = codes[d];
+}
+
+void write_codes(Int4* panel, const std::uint8_t* codes, int head_dim, int lane, bool is_key) {
+  const auto word = [&](int d, int step) {
+    return Int4{static_cast<std::uint16_t>(codes[d] | codes[d + step] << 4 | codes[d + 2 * step] << 8 |
+                                           codes[d + 3 * step] << 12)};
+  };
+  if (is_key) {
+    for (int d = 0; d < head_dim; d += 4) panel[d / 4 * kPanelTokens + lane] = word(d, 1);
+    return;
+  }
+  Int4* row = panel + std::int64_t{lane} * num_groups(head_dim) * kGroupWords;
+  for (int g = 0; g < num_groups(head_dim); ++g) {
+    for (int j = 0; j < kGroupWords; ++j) row[g * kGroupWords + j] = word(g * kGroupDim + j, kGroupWords);
+  }
+}
+
+void pad_row(float* values, int head_dim) {
+  for (int d = head_dim; d % Vec::width != 0; ++d) values[d] = values[head_dim - 1];
+}
+
+// One token's K or V of one KV head, from the wire's type.
+template <class T>
+void store_part(char* part, const LayerView& layer, Place place, const char* source, std::int32_t wire_dtype,
+                bool is_key) {
+  const int head_dim = layer.head_dim;
+  const std::int64_t token_bytes = code_bytes(dtype_of<T>, head_dim);
+  T* panel = reinterpret_cast<T*>(part + place.panel * kPanelTokens * token_bytes);
+  if constexpr (!Format<T>::has_scale) {
+    T codes[kMaxHeadDim];
+    convert(source, wire_dtype, codes, dtype_of<T>, head_dim);
+    write_codes(panel, codes, head_dim, place.lane, is_key);
+  } else {
+    float values[kMaxHeadDim];
+    convert(source, wire_dtype, values, fastdecode::kFloat32, head_dim);
+    pad_row(values, head_dim);
+    using Scale = typename Format<T>::Scale;
+    Scale* scales =
+        reinterpret_cast<Scale*>(part + layer.block_size * token_bytes) + place.panel * kPanelTokens + place.lane;
+    if constexpr (Format<T>::has_minimum) {
+      std::uint8_t codes[kMaxHeadDim] = {};
+      const int groups = num_groups(head_dim);
+      for (int g = 0; g < groups; ++g) {
+        const int d = g * kGroupDim, count = head_dim - d < kGroupDim ? head_dim - d : kGroupDim;
+        const GroupScale group = quantise(values + d, count, codes + d);
+        scales[g * layer.block_size] = group.scale;
+        scales[(groups + g) * layer.block_size] = group.minimum;
+      }
+      write_codes(panel, codes, head_dim, place.lane, is_key);
+    } else {
+      Int8 codes[kMaxHeadDim];
+      *scales = quantise(values, head_dim, codes);
+      write_codes(panel, codes, head_dim, place.lane, is_key);
+    }
+  }
+}
+
+using StorePart = void (*)(char*, const LayerView&, Place, const char*, std::int32_t, bool);
+
+// In the order of DType.
+constexpr StorePart kStores[5] = {store_part<float>, store_part<Half>, store_part<BFloat16>, store_part<Int8>,
+                                  store_part<Int4>};
+
+void store_row(const StoreArgs& args, std::int64_t row) {
+  const auto& layer = args.layer;
+  const std::int64_t block = args.places[row] / layer.block_size;
+  const int token = static_cast<int>(args.places[row] % layer.block_size);
+  const Place place = {token / kPanelTokens, token % kPanelTokens};
+  const std::int64_t head_bytes = layer.head_dim * wire_bytes(args.wire_dtype);
+  const char* source = args.rows + row * args.row_bytes;
+  char* block_keys = layer.keys + block * layer.block_bytes;
+  for (int part = 0; part < 2; ++part) {  // K, V
+    const StorePart store = kStores[part ? layer.value_dtype : layer.key_dtype];
+    for (int head = 0; head < args.num_kv_heads; ++head) {
+      char* target = block_keys + head * layer.head_bytes + part * layer.value_bytes;
+      store(target, layer, place, source, args.wire_dtype, part == 0);
+      source += head_bytes;
+    }
+  }
+}
+
+}  // namespace

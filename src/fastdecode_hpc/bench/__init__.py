@@ -1,0 +1,1 @@
+"""Benchmarks that an admin or a developer runs: ``fastdecode bench ...``."""

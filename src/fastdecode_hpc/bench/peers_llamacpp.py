@@ -1,0 +1,181 @@
+"""Decode of a whole model by this program and by llama.cpp, from the same file and the same prompts.
+
+The only xllamacpp import (llama.cpp's server as a Python module).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xllamacpp
+
+from fastdecode_hpc.bench.decode_windows import WINDOW_STEPS, DecodeWindows, num_new_tokens
+from fastdecode_hpc.bench.figures import Figures, add_spread
+from fastdecode_hpc.bench.measure import SETTLE_S, Spread, ratios
+from fastdecode_hpc.config import ConfigError, RunConfig
+from fastdecode_hpc.engine import Engine
+from fastdecode_hpc.results import Completion, Hooks
+from fastdecode_hpc.sequence import Request, SamplingParams
+
+FLASH = xllamacpp.llama_flash_attn_type
+VARIANTS = {
+    "flash attention": FLASH.LLAMA_FLASH_ATTN_TYPE_ENABLED,
+    "no flash attention": FLASH.LLAMA_FLASH_ATTN_TYPE_DISABLED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCase:
+    """What is decoded: `batch` sequences whose context grows to at most `context` tokens."""
+
+    model: str
+    batch: int
+    context: int
+    rounds: int
+    num_threads: int
+    isa: str
+    seed: int
+
+    @property
+    def prompt_len(self) -> int:
+        return self.context - num_new_tokens(self.rounds)
+
+
+class LlamaServer:
+    """llama.cpp with the prompts in its cache, one slot each.
+
+    Parameters
+    ----------
+    model_path : Path
+    prompts : sequence of list of int
+    num_threads : int
+    variant : str
+        Of `VARIANTS`.
+    """
+
+    def __init__(self, model_path: Path, prompts: Sequence[list[int]], *, num_threads: int, variant: str) -> None:
+        params = xllamacpp.CommonParams()
+        params.model.path = str(model_path)
+        params.n_parallel = len(prompts)
+        params.n_ctx = len(prompts) * (len(prompts[0]) + 2 * WINDOW_STEPS)
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = num_threads
+        params.flash_attn_type = VARIANTS[variant]
+        params.n_gpu_layers = 0
+        params.fit_params = False
+        params.verbosity = 0
+        self._server = xllamacpp.Server(params)
+        self._prompts = prompts
+        self._pool = ThreadPoolExecutor(len(prompts))
+        self._complete_all(1)
+
+    def decode(self) -> float:
+        """Tokens/s of one window: all sequences decoded together from the end of their prompts.
+
+        Each slot says how long its tokens took after the first one; what is left of the prompt then, its last
+        token, is not in it. Slots start at most some steps apart.
+        """
+        timings = self._complete_all(WINDOW_STEPS + 1)
+        return float(sum((timing["predicted_n"] - 1) / timing["predicted_ms"] * 1e3 for timing in timings))
+
+    def _complete_all(self, num_tokens: int) -> list[dict[str, Any]]:
+        return list(self._pool.map(lambda slot: self._complete(slot, num_tokens), range(len(self._prompts))))
+
+    def _complete(self, slot: int, num_tokens: int) -> dict[str, Any]:
+        answer = self._server.handle_completions(
+            {
+                "prompt": self._prompts[slot],
+                "id_slot": slot,
+                "n_predict": num_tokens,
+                "cache_prompt": True,
+                "ignore_eos": True,
+                "temperature": 0,
+            }
+        )
+        if "timings" not in answer:
+            raise ConfigError(f"llama.cpp refused the prompt: {answer}")
+        return dict(answer["timings"])
+
+
+def compare_decode(case: DecodeCase) -> Figures:
+    """Decode with both in turn, window by window.
+
+    Raises
+    ------
+    ConfigError
+        If the model, batch or context can't be run.
+    """
+    run = RunConfig(
+        model=case.model,
+        ranks=1,
+        device="cpu",
+        num_slots=1,
+        max_batch_size=case.batch,
+        max_prefill_tokens=case.batch * case.prompt_len,
+        threads=case.num_threads,
+        isa=case.isa,
+        seed=case.seed,
+    )
+    with Engine(run) as engine:
+        assert engine.model_path is not None
+        prompts = _make_prompts(case, engine.setup.model.vocab_size)
+        servers = {
+            variant: LlamaServer(engine.model_path, prompts, num_threads=case.num_threads, variant=variant)
+            for variant in VARIANTS
+        }
+        own, peers = _decode_in_turn(engine, case, prompts, servers)
+        return _figures(case, engine.model_path, own, peers)
+
+
+def _make_prompts(case: DecodeCase, vocab_size: int) -> list[list[int]]:
+    rng = np.random.default_rng(case.seed)
+    return [rng.integers(0, vocab_size, case.prompt_len).tolist() for _ in range(case.batch)]
+
+
+def _decode_in_turn(
+    engine: Engine, case: DecodeCase, prompts: list[list[int]], servers: dict[str, LlamaServer]
+) -> tuple[list[float], dict[str, list[float]]]:
+    """Tokens/s of each round: ours, and by variant llama.cpp's."""
+    peers: dict[str, list[float]] = {variant: [] for variant in servers}
+
+    def pause() -> None:
+        for variant, server in servers.items():
+            time.sleep(SETTLE_S)
+            peers[variant].append(server.decode())
+        time.sleep(SETTLE_S)
+
+    windows = DecodeWindows(case.batch, pause)
+    params = SamplingParams(max_new_tokens=num_new_tokens(case.rounds), ignore_eos=True)
+    requests = (Request(index, None, prompt, params=params) for index, prompt in enumerate(prompts))
+    engine.run(requests, Hooks(_refuse_errors, on_step=windows.on_step))
+    if len(windows.rates) <= case.rounds:
+        raise RuntimeError(f"{len(windows.rates)} of {case.rounds + 1} windows had all {case.batch} sequences")
+    used = slice(1, case.rounds + 1)  # the first window warms up
+    return windows.rates[used], {variant: rates[used] for variant, rates in peers.items()}
+
+
+def _refuse_errors(completion: Completion) -> None:
+    if completion.error is not None:
+        raise ConfigError(f"a prompt cannot be run: {completion.error[1]}")
+
+
+def _figures(case: DecodeCase, model_path: Path, own: list[float], peers: dict[str, list[float]]) -> Figures:
+    variant = max(peers, key=lambda name: Spread.of(peers[name]).median)
+    figures: Figures = {
+        "name": "decode-llamacpp",
+        "model": model_path.name,
+        "batch": case.batch,
+        "context": case.context,
+        "llamacpp_version": xllamacpp.__version__,
+        "llamacpp_variant": variant,
+    }
+    add_spread(figures, "tokens_per_s", Spread.of(own))
+    add_spread(figures, "llamacpp_tokens_per_s", Spread.of(peers[variant]))
+    figures["llamacpp_tokens_per_s_by_variant"] = {name: Spread.of(rates).median for name, rates in peers.items()}
+    add_spread(figures, "speedup_over_llamacpp", ratios(own, peers[variant]))
+    return figures

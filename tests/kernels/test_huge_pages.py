@@ -1,0 +1,65 @@
+"""The arena's place in memory, and how much of it lies on huge pages."""
+
+import numpy as np
+import pytest
+
+from fastdecode_hpc.r_part.huge_pages import huge_page_share
+from fastdecode_hpc.r_part.kv_cache import HUGE_PAGE_BYTES, KVPartition, from_huge_page_border, map_arena
+from fastdecode_hpc.schedule.placement import KVLayout, LayerGroup
+from fastdecode_hpc.topology import huge_page_mode
+
+
+@pytest.mark.parametrize("num_bytes", [HUGE_PAGE_BYTES, HUGE_PAGE_BYTES + 8, 5 * HUGE_PAGE_BYTES - 8])
+def test_an_arena_begins_at_a_huge_page(num_bytes: int) -> None:
+    arena = map_arena(num_bytes)
+    assert arena.ctypes.data % HUGE_PAGE_BYTES == 0
+    assert arena.shape == (num_bytes,)
+    arena[0] = arena[-1] = 1
+    assert arena.sum() == 2
+
+
+@pytest.mark.parametrize("shift", [0, 8, 4096, HUGE_PAGE_BYTES - 1])
+def test_memory_is_cut_at_the_border(shift: int) -> None:
+    memory = np.zeros(4 * HUGE_PAGE_BYTES, np.uint8)
+    part = from_huge_page_border(memory[-memory.ctypes.data % HUGE_PAGE_BYTES + shift :], HUGE_PAGE_BYTES)
+    assert part.ctypes.data % HUGE_PAGE_BYTES == 0
+    assert part.shape == (HUGE_PAGE_BYTES,)
+
+
+def test_small_arenas_are_what_they_are() -> None:
+    assert map_arena(0).shape == (0,)
+    assert map_arena(4096).shape == (4096,)
+
+
+def test_share_is_of_the_mappings_that_hold_the_arrays(tmp_path) -> None:
+    array = np.zeros(4096, np.uint8)
+    start = array.ctypes.data
+    smaps = tmp_path / "smaps"
+
+    def mapping(first: int, last: int, touched: int, huge: int) -> str:
+        return (
+            f"{first:08x}-{last:08x} rw-p 00000000 00:00 0 \nSize: 9 kB\nRss:    {touched} kB\n"
+            f"AnonHugePages:  {huge} kB\nShmemPmdMapped: 0 kB\nVmFlags: rd wr nr hg\n"
+        )
+
+    others = mapping(start - 8192, start, 1000, 1000) + mapping(start + 4096, start + 8192, 1000, 1000)
+    smaps.write_text(others + mapping(start, start + 4096, 4000, 3000))
+    assert huge_page_share([array], smaps) == 0.75
+    assert huge_page_share([array, np.empty(0, np.uint8)], smaps) == 0.75
+    smaps.write_text(others)
+    assert huge_page_share([array], smaps) is None
+    assert huge_page_share([array], tmp_path / "missing") is None
+
+
+def test_a_partition_knows_its_share_once_it_is_used() -> None:
+    group = LayerGroup((0,), 8, 128, "fp16", "fp16")
+    layout = KVLayout(32, (group,))
+    blocks = (64 << 20) // group.block_bytes(32)
+    partition = KVPartition(layout, (blocks,), num_threads=1)
+    assert partition.huge_page_share() is None
+    partition.add(0)
+    partition.reserve(0, 32)
+    share = partition.huge_page_share()
+    assert share is not None and 0 <= share <= 1
+    if huge_page_mode() in ("never", ""):
+        assert share == 0
