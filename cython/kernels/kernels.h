@@ -8,7 +8,8 @@
 //   int8     then float scale [block_size]            value = scale * code
 //   int4     then half scale [groups][block_size], half minimum [groups][block_size]; value = minimum + scale * code;
 //            a group is 32 values along head_dim. 16-bit words hold four codes, the first in the low bits:
-//            K words [block_size / 8][head_dim / 4][8 tokens], the codes of a word follow each other along head_dim;
+//            K words [block_size / 8][8 groups][8 tokens], the first head_dim / 4 of a token used; the codes of a word
+//            follow each other along head_dim;
 //            V words [block_size][groups][8], code i of word j is value 8 i + j of its group
 #pragma once
 
