@@ -86,7 +86,7 @@ def test_sanitizers_find_nothing(sanitised):
 @pytest.mark.slow
 def test_sanitizers_find_nothing_in_many_cases(sanitised):
     program, isas = sanitised
-    check(isas, program, "200s", "1000")
+    check(isas, program, "120s", "1000")
 
 
 def test_avx512_is_among_them(sanitised):
