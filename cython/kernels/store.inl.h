@@ -117,7 +117,7 @@ void pad_row(float* values, int head_dim) {
 
 // One token's K or V of one KV head, from the wire's type.
 template <class T>
-void store_part(char* part, const LayerView& layer, Place place, const char* source, std::int32_t wire_dtype,
+void store_head(char* part, const LayerView& layer, Place place, const char* source, std::int32_t wire_dtype,
                 bool is_key) {
   const int head_dim = layer.head_dim;
   const std::int64_t token_bytes = code_bytes(dtype_of<T>, head_dim);
@@ -151,11 +151,11 @@ void store_part(char* part, const LayerView& layer, Place place, const char* sou
   }
 }
 
-using StorePart = void (*)(char*, const LayerView&, Place, const char*, std::int32_t, bool);
+using StoreHead = void (*)(char*, const LayerView&, Place, const char*, std::int32_t, bool);
 
 // In the order of DType.
-constexpr StorePart kStores[5] = {store_part<float>, store_part<Half>, store_part<BFloat16>, store_part<Int8>,
-                                  store_part<Int4>};
+constexpr StoreHead kStores[5] = {store_head<float>, store_head<Half>, store_head<BFloat16>, store_head<Int8>,
+                                  store_head<Int4>};
 
 void store_row(const StoreArgs& args, std::int64_t row) {
   const auto& layer = args.layer;
@@ -166,7 +166,7 @@ void store_row(const StoreArgs& args, std::int64_t row) {
   const char* source = args.rows + row * args.row_bytes;
   char* block_keys = layer.keys + block * layer.block_bytes;
   for (int part = 0; part < 2; ++part) {  // K, V
-    const StorePart store = kStores[part ? layer.value_dtype : layer.key_dtype];
+    const StoreHead store = kStores[part ? layer.value_dtype : layer.key_dtype];
     for (int head = 0; head < args.num_kv_heads; ++head) {
       char* target = block_keys + head * layer.head_bytes + part * layer.value_bytes;
       store(target, layer, place, source, args.wire_dtype, part == 0);

@@ -11,15 +11,43 @@ PLAIN_LINE_EVERY_S = 10.0
 BAR_EVERY_S = 1.0
 
 
-class ProgressLine:
-    """A bar on a terminal; elsewhere one plain line every 10 s."""
+class _Line:
+    """What every progress line has: a bar on a terminal, a clock, and an estimate of what is left."""
+
+    def __init__(self, total: int | None, unit: str, done: int = 0) -> None:
+        self._is_terminal = sys.stderr.isatty()
+        self._total, self._done, self._first = total, done, done
+        self._started = self._told = time.monotonic()
+        self._bar = tqdm(total=total, initial=done, unit=unit, disable=not self._is_terminal, dynamic_ncols=True)
+
+    def _advance(self, count: int) -> None:
+        self._done += count
+        self._bar.update(count)
+
+    def _is_time(self, every_s: float) -> bool:
+        """Whether the last line is so long ago; then a new one is due."""
+        now = time.monotonic()
+        if now - self._told < every_s:
+            return False
+        self._told = now
+        return True
+
+    def _eta(self) -> str:
+        done = self._done - self._first
+        if self._total is None or not done:
+            return "?"
+        return str(tqdm.format_interval((self._told - self._started) / done * (self._total - self._done)))
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+class ProgressLine(_Line):
+    """How far a job is, in requests and tokens."""
 
     def __init__(self, total: int | None, done: int) -> None:
-        self._is_terminal = sys.stderr.isatty()
-        self._total, self._done, self._errors, self._tokens = total, done, 0, 0
-        self._started = self._told = time.monotonic()
-        self._first = done
-        self._bar = tqdm(total=total, initial=done, unit="req", disable=not self._is_terminal, dynamic_ncols=True)
+        super().__init__(total, "req", done)
+        self._errors, self._tokens = 0, 0
 
     def token(self) -> None:
         """Count one output token."""
@@ -27,53 +55,31 @@ class ProgressLine:
 
     def request(self, failed: bool) -> None:
         """Count one finished request."""
-        self._done += 1
         self._errors += failed
-        self._bar.update(1)
+        self._advance(1)
 
     def tick(self) -> None:
         """Say how things stand, if it is time; called once a step."""
-        now = time.monotonic()
-        every = BAR_EVERY_S if self._is_terminal else PLAIN_LINE_EVERY_S
-        if now - self._told < every:
+        if not self._is_time(BAR_EVERY_S if self._is_terminal else PLAIN_LINE_EVERY_S):
             return
-        self._told = now
-        rate = self._tokens / (now - self._started)
+        rate = self._tokens / (self._told - self._started)
         if self._is_terminal:
             self._bar.set_postfix_str(f"{rate:.0f} tok/s, {self._errors} errors")
         else:
             total = "?" if self._total is None else self._total
-            line = f"{self._done}/{total} requests, {rate:.1f} tok/s, ETA {self._eta(now)}, {self._errors} errors"
+            line = f"{self._done}/{total} requests, {rate:.1f} tok/s, ETA {self._eta()}, {self._errors} errors"
             print(line, file=sys.stderr, flush=True)
 
-    def close(self) -> None:
-        self._bar.close()
 
-    def _eta(self, now: float) -> str:
-        done = self._done - self._first
-        if self._total is None or not done:
-            return "?"
-        return str(tqdm.format_interval((now - self._started) / done * (self._total - self._done)))
-
-
-class CountLine:
-    """A bar on a terminal, elsewhere one plain line every 10 s, for work that is counted in one unit."""
+class CountLine(_Line):
+    """How far work is that is counted in one unit."""
 
     def __init__(self, total: int, unit: str) -> None:
-        self._total, self._unit, self._done = total, unit, 0
-        self._started = self._told = time.monotonic()
-        self._bar = tqdm(total=total, unit=f" {unit}", disable=not sys.stderr.isatty(), dynamic_ncols=True)
+        super().__init__(total, f" {unit}")
+        self._unit = unit
 
     def advance(self, count: int) -> None:
         """Count what has been done, and say how things stand if it is time."""
-        self._done += count
-        self._bar.update(count)
-        now = time.monotonic()
-        if self._bar.disable and now - self._told >= PLAIN_LINE_EVERY_S:
-            self._told = now
-            left_s = (now - self._started) / self._done * (self._total - self._done)
-            line = f"{self._done}/{self._total} {self._unit}, ETA {tqdm.format_interval(left_s)}"
-            print(line, file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        self._bar.close()
+        self._advance(count)
+        if not self._is_terminal and self._is_time(PLAIN_LINE_EVERY_S):
+            print(f"{self._done}/{self._total} {self._unit}, ETA {self._eta()}", file=sys.stderr, flush=True)

@@ -155,22 +155,18 @@ class DecodeAttention:
     ) -> None:
         _choose_isa()
         self._places = partition.layer_places
-        pools = [pool for pool in partition.pools if not pool.group.is_recent]
-        recent = [partition.recent_pool(pool) for pool in pools]
-        self._views = tuple(pool.view for pool in pools)
-        self._recent_views = tuple(None if pool is None else pool.view for pool in recent)
+        self._views = tuple((pool.view, recent.view if recent else None) for pool, recent in partition.pairs)
         self._num_threads, self._wire_dtype = num_threads, wire_dtype
         self._kernels = tuple(
             _kernels.GroupAttention(
-                pool.view,
-                recent_view,
+                *views,
                 num_heads=num_heads,
                 wire_dtype=wire_dtype,
                 scale=pool.group.head_dim**-0.5 if scale is None else scale,
             )
-            for pool, recent_view in zip(pools, self._recent_views, strict=True)
+            for (pool, _), views in zip(partition.pairs, self._views, strict=True)
         )
-        self._q_sizes = tuple(num_heads * pool.group.head_dim for pool in pools)
+        self._q_sizes = tuple(num_heads * pool.group.head_dim for pool, _ in partition.pairs)
 
     def append(self, layer: int, work: StepWork, qkv: np.ndarray) -> None:
         """Store K and V of the rows ``[q|k|v]`` at their positions.
@@ -181,9 +177,9 @@ class DecodeAttention:
             [num_rows, qkv_size] of the wire's type, C-contiguous.
         """
         group, index = self._places[layer]
-        arrays, recent = work.groups[group], self._recent_views[group]
+        arrays, (view, recent) = work.groups[group], self._views[group]
         k_column, threads = self._q_sizes[group], self._num_threads
-        self._views[group].store(index, arrays.places, qkv, k_column, self._wire_dtype, threads)
+        view.store(index, arrays.places, qkv, k_column, self._wire_dtype, threads)
         if recent is not None:
             recent.store(index, arrays.recent_places, qkv, k_column, self._wire_dtype, threads)
 
@@ -208,7 +204,7 @@ class DecodeAttention:
             [num_rows, num_heads] float32, receives log(sum exp(score)).
         """
         group, index = self._places[layer]
-        plan = work.groups[group].plan or _make_plan(work, group, self._views[group].num_kv_heads)
+        plan = work.groups[group].plan or _make_plan(work, group, self._views[group][0].num_kv_heads)
         self._kernels[group].attend(index, plan, qkv, out, piece, lse)
 
 

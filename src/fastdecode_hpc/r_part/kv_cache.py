@@ -188,14 +188,13 @@ class KVPartition:
             BlockPool(group, layout.block_size, blocks, num_threads=num_threads)
             for group, blocks in zip(layout.groups, num_blocks, strict=True)
         )
-        # layer |-> (group, index within the group), copies of recent tokens not counted
-        main = [group for group in layout.groups if not group.is_recent]
-        self.layer_places = {layer: (g, i) for g, group in enumerate(main) for i, layer in enumerate(group.layers)}
-
-    def recent_pool(self, pool: BlockPool) -> BlockPool | None:
-        """The unquantised copy of recent tokens beside a quantised pool."""
-        layers = pool.group.layers
-        return next((other for other in self.pools if other.group.is_recent and other.group.layers == layers), None)
+        # For each main group its pool, and where that is quantised the one with the copy of recent tokens.
+        copies = {pool.group.layers: pool for pool in self.pools if pool.group.is_recent}
+        self.pairs = tuple((pool, copies.get(pool.group.layers)) for pool in self.pools if not pool.group.is_recent)
+        # layer |-> (main group, index within the group)
+        self.layer_places = {
+            layer: (g, index) for g, group in enumerate(layout.main_groups) for index, layer in enumerate(group.layers)
+        }
 
     def add(self, seq_id: int, start: int = 0) -> None:
         """Open a new sequence whose windowed groups begin at token `start`: older ones are never stored."""
@@ -248,10 +247,9 @@ class KVPartition:
             [num_tokens, 2 * kv_size] rows ``[k|v]`` of `wire_dtype`. Tokens older than the first block of a
             windowed group are left out.
         """
-        for pool in self.pools:
-            if layer in pool.group.layers:
-                first = pool.tables[seq_id].first * self.layout.block_size if pool.group.window is not None else 0
-                skip = min(len(kv_rows), max(0, first - start))
-                places = pool.locate(seq_id, np.arange(start + skip, start + len(kv_rows)))
-                index = pool.group.layers.index(layer)
-                pool.view.store(index, places, kv_rows[skip:], 0, wire_dtype, self.num_threads)
+        group, index = self.layer_places[layer]
+        for pool in filter(None, self.pairs[group]):
+            first = pool.tables[seq_id].first * self.layout.block_size if pool.group.window is not None else 0
+            skip = min(len(kv_rows), max(0, first - start))
+            places = pool.locate(seq_id, np.arange(start + skip, start + len(kv_rows)))
+            pool.view.store(index, places, kv_rows[skip:], 0, wire_dtype, self.num_threads)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fastdecode_hpc.schedule.placement import RECENT_TOKENS
+from fastdecode_hpc.schedule.placement import recent_border
 
 if TYPE_CHECKING:
     from fastdecode_hpc._kernels import GroupPlan
@@ -98,24 +98,15 @@ class StepWork:
             raise ValueError(f"{len(positions)} positions for {len(seq_ids)} sequences")
         self.num_rows = len(seq_ids)
         self.positions = np.ascontiguousarray(positions, np.int32)
-        main = [pool for pool in partition.pools if not pool.group.is_recent]
-        firsts = [_first_visible(self.positions, pool.group.window) for pool in main]
+        firsts = [_first_visible(self.positions, pool.group.window) for pool, _ in partition.pairs]
         row_bytes = np.max(
-            [_row_bytes(pool, self.positions, first) for pool, first in zip(main, firsts, strict=True)], axis=0
+            [_row_bytes(pool, self.positions, first) for (pool, _), first in zip(partition.pairs, firsts, strict=True)],
+            axis=0,
         )
         self.piece_rows = _cut_pieces(row_bytes, piece_bytes * num_threads)
         self.groups = tuple(
-            _group_work(
-                pool,
-                partition.recent_pool(pool),
-                seq_ids,
-                self.positions,
-                first,
-                self.piece_rows,
-                num_threads,
-                span_size,
-            )
-            for pool, first in zip(main, firsts, strict=True)
+            _group_work(pool, recent, seq_ids, self.positions, first, self.piece_rows, num_threads, span_size)
+            for (pool, recent), first in zip(partition.pairs, firsts, strict=True)
         )
 
     @property
@@ -163,7 +154,7 @@ def _group_work(
         item_pair, item_start, item_stop = _cut_items(first, positions, num_kv_heads, span_size)
         item_cache = np.zeros(len(item_pair), np.int32)
     else:
-        border = np.maximum(first, (positions - RECENT_TOKENS) // RECENT_TOKENS * RECENT_TOKENS)
+        border = np.maximum(first, recent_border(positions))
         recent_blocks, recent_base = _join_tables(recent, seq_ids, positions, border)
         recent_places = _places(recent, recent_blocks, recent_base, positions)
         old = _cut_items(first, border, num_kv_heads, span_size)

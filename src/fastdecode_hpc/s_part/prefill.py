@@ -106,7 +106,7 @@ class Prefill:
         self.cast = cast
         self.chunk_tokens = chunk_tokens
         self.max_batch_tokens = max_batch_tokens
-        self._groups = {layer: group for group in layout.groups if not group.is_recent for layer in group.layers}
+        self._groups = {layer: group for group in layout.main_groups for layer in group.layers}
         self._batch: _Batch | None = None
         self._listed: deque[Unit] = deque()
         self._num_units = 0

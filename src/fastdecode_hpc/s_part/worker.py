@@ -308,9 +308,7 @@ class SWorker:
     def _load(self, seqs: list[Sequence]) -> int:
         """Tokens that the R-workers read in this step, averaged over layers."""
         total = 0
-        for group in self.layout.groups:
-            if group.is_recent:  # read instead of others
-                continue
+        for group in self.layout.main_groups:  # copies of recent tokens are read instead of others
             for seq in seqs:
                 seen = seq.context_len if group.window is None else min(seq.context_len, group.window)
                 total += seen * len(group.layers)

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, TypeVar
 
 from fastdecode_hpc.config import QUANTISED_DTYPES, ModelConfig, kv_token_bytes, parse_kv_dtype
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # Of a quantised cache, the newest token and at least this many before it are read as they came: those from the
 # last multiple of it that leaves so many.
@@ -17,6 +21,13 @@ RECENT_TOKENS = 32
 RECENT_WINDOW = 2 * RECENT_TOKENS  # tokens that must be kept for that
 RECENT_SHARE = 3  # the copies of recent tokens get at most one part in so many of the memory
 RECENT_DTYPE = "fp16"
+
+Positions = TypeVar("Positions", int, "np.ndarray")
+
+
+def recent_border(position: Positions) -> Positions:
+    """First token that a row at `position` reads from the copy of recent tokens; below 0: all are read there."""
+    return (position - RECENT_TOKENS) // RECENT_TOKENS * RECENT_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +66,9 @@ class LayerGroup:
 
     def row_bytes(self, num_tokens: int) -> int:
         """K and V, scales included, that attention of a row with this context reads in one layer (no window)."""
-        recent = 0
-        if self.is_quantised:
-            recent = min(num_tokens, num_tokens - (num_tokens - 1 - RECENT_TOKENS) // RECENT_TOKENS * RECENT_TOKENS)
+        border = max(0, recent_border(num_tokens - 1)) if self.is_quantised else num_tokens
         copy = with_recent(self)[-1]
-        head_bytes = (num_tokens - recent) * self.head_token_bytes + recent * copy.head_token_bytes
+        head_bytes = border * self.head_token_bytes + (num_tokens - border) * copy.head_token_bytes
         return self.num_kv_heads * head_bytes
 
     def first_needed(self, position: int) -> int:
@@ -83,9 +92,14 @@ class KVLayout:
         return min(blocks, -(-group.window // self.block_size) + 1)
 
     @property
+    def main_groups(self) -> tuple[LayerGroup, ...]:
+        """The groups that hold all tokens; every layer is in one. Copies of recent tokens are left out."""
+        return tuple(group for group in self.groups if not group.is_recent)
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of one token in all layers, scales included; the copy of recent tokens, of fixed size, is left out."""
-        return sum(group.token_bytes for group in self.groups if not group.is_recent)
+        return sum(group.token_bytes for group in self.main_groups)
 
     def worst_case(self, num_tokens: int) -> tuple[int, ...]:
         """Most blocks, for each group, that a sequence of up to `num_tokens` tokens holds at once."""
@@ -112,7 +126,7 @@ class KVLayout:
             if group.is_recent
         }
         rest = max(0, budget_bytes - sum(sizes[group] * blocks for group, blocks in recent.items()))
-        unit_bytes = sum(sizes[group] * blocks for group, blocks in unit.items() if not group.is_recent)
+        unit_bytes = sum(sizes[group] * unit[group] for group in self.main_groups)
         return tuple(recent.get(group, rest * unit[group] // unit_bytes) for group in self.groups)
 
 
