@@ -187,10 +187,15 @@ def _pin_cores(run: RunConfig, hello: Hello, hellos: list[Hello]) -> tuple[int, 
 def _blocks(run: RunConfig, layout: KVLayout, kv_bytes: int, max_context_len: int, hello: Hello) -> tuple[int, ...]:
     blocks = layout.split_budget(kv_bytes, max_context_len, run.max_batch_size)
     if min(blocks) < 1:
-        one = sum(group.block_bytes(layout.block_size) for group in layout.groups)
+        # As `split_budget` has it: the copies of recent tokens are those of at least one long sequence.
+        held = dict(zip(layout.groups, layout.worst_case(max_context_len), strict=True))
+        one = sum(
+            group.block_bytes(layout.block_size) * (held[group] if group.is_recent else 1) for group in layout.groups
+        )
+        copies = "" if layout.groups == layout.main_groups else ", with a copy of one sequence's recent tokens,"
         raise ConfigError(
             f"rank {hello.rank} on {hello.host.host} may use {format_bytes(kv_bytes)} for KV, and one block of "
-            f"{layout.block_size} tokens takes {format_bytes(one)}; give it more memory, raise "
+            f"{layout.block_size} tokens{copies} takes {format_bytes(one)}; give it more memory, raise "
             "--kv-memory-bytes or lower --block-size"
         )
     return blocks

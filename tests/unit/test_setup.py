@@ -104,6 +104,13 @@ def test_a_host_without_room_for_one_block_is_refused_with_the_arithmetic() -> N
         decide([hello(0, memory=GIB), hello(1, memory=GIB)], weights_bytes=GIB)
 
 
+def test_what_a_quantised_cache_needs_at_least_is_what_the_message_says() -> None:
+    least = 32 * 2 * 2 * (2 * (16 + 4) + 3 * 2 * 16 * 2)  # tokens, layers, KV heads; a block of int8, three of fp16
+    with pytest.raises(ConfigError, match=r"with a copy of one sequence's recent tokens, takes 29\.0 KiB"):
+        decide([hello(0), hello(1)], kv_dtype="int8", kv_memory_bytes=least - 1)
+    assert decide([hello(0), hello(1)], kv_dtype="int8", kv_memory_bytes=least).ranks[1].num_blocks == (1, 3)
+
+
 def test_ranks_and_context_must_fit() -> None:
     with pytest.raises(ConfigError, match="--ranks is 4 but 2 were started"):
         decide([hello(0), hello(1)], ranks=4)
