@@ -25,6 +25,8 @@ mpi4py.rc.finalize = False
 import numpy as np  # noqa: E402
 from mpi4py import MPI  # noqa: E402
 
+from fastdecode_hpc.log import wait_until_read  # noqa: E402
+
 __all__ = ["MPI", "S_RANK", "Pending", "Progress", "WatchdogError", "World", "init_mpi", "library_version", "row_type"]
 
 S_RANK = 0  # the S-worker's rank in the world
@@ -51,9 +53,7 @@ def _install_abort_hook(world: World) -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         text = "".join(traceback.format_exception(kind, error, trace))
-        sys.stdout.flush()
         sys.stderr.write(f"[rank {world.rank} on {world.host}] ends the job:\n{text}")
-        sys.stderr.flush()
         world.abort(130 if issubclass(kind, KeyboardInterrupt) else ABORT_CODE)
 
     sys.excepthook = hook
@@ -82,7 +82,8 @@ class World:
         return self.rank == S_RANK
 
     def abort(self, code: int) -> None:
-        """End every rank now. Makes no collective call, so it is safe in an error path."""
+        """End every rank, as soon as this one's last words are read; no collective call, safe in an error path."""
+        wait_until_read()
         if MPI.Is_initialized() and not MPI.Is_finalized():
             self.comm.Abort(code)
         os._exit(code)
