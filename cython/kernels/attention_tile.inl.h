@@ -66,49 +66,68 @@ void for_head_runs(int num_heads, F f) {
 }
 
 // Asks for the memory of what comes next a few lines at a time, so that it arrives while this is computed: V while K is
-// scored, K of the next tile while V is added.
+// scored, K of the next tile while V is added. A core drops what it is asked for faster than memory answers.
 class Fetcher {
  public:
   // Plans `num_calls` calls; without a tile they do nothing.
   Fetcher(const Tile* tile, std::int64_t part_bytes, std::int32_t dtype, int head_dim, int num_calls) {
     if (tile == nullptr) return;
     const Panels panels(*tile, part_bytes, dtype, head_dim);
+    for (int p = 0; p < tile->num_panels; ++p) add(panels.codes[p], panels.token_bytes * kPanelTokens);
     std::int64_t lines = 0;
-    for (int p = 0; p < tile->num_panels; ++p) lines += add(panels.codes[p], panels.token_bytes * kPanelTokens);
-    lines_per_call_ = static_cast<int>((lines + num_calls - 1) / num_calls);
-    at_ = runs_[0].first;
+    for (int r = 0; r < num_runs_; ++r) lines += (runs_[r].stop - runs_[r].first + kLine - 1) / kLine;
+    next_run();
+    // What is no multiple of the calls comes first, if it is little.
+    const int left = lines < kAtOnce ? static_cast<int>(lines) : kAtOnce;
+    for (int i = 0; i < left; ++i) ask(1);
+    lines_ = static_cast<int>((lines - left + num_calls - 1) / num_calls);
   }
 
-  void operator()() {
-    for (int i = 0; i < lines_per_call_; ++i, at_ += kLine) {
-      if (at_ >= runs_[run_].stop) {
-        if (run_ + 1 >= num_runs_) return;
-        at_ = runs_[++run_].first;
-      }
-      __builtin_prefetch(at_);
+  __attribute__((always_inline)) void operator()() {
+    if (lines_ == 4) {
+      ask(4);
+    } else if (lines_ == 2) {
+      ask(2);
+    } else {
+      for (int i = lines_; i > 0; --i) ask(1);
     }
   }
 
  private:
-  static constexpr int kLine = 64, kNear = 1024;
+  static constexpr int kLine = 64, kNear = 1024, kAtOnce = 8;
   struct Run {
     const char *first, *stop;
   };
 
+  // A run that is no multiple of `count` lines is left a little late: what follows it is of the same block.
+  __attribute__((always_inline)) void ask(int count) {
+#pragma GCC unroll 4
+    for (int i = 0; i < count; ++i) __builtin_prefetch(at_ + i * kLine);
+    at_ += count * kLine;
+    if (__builtin_expect(at_ >= stop_, 0)) next_run();
+  }
+
   // Panels that follow each other closely become one run, with the scales in between.
-  std::int64_t add(const char* first, std::int64_t bytes) {
+  void add(const char* first, std::int64_t bytes) {
     if (num_runs_ && first >= runs_[num_runs_ - 1].stop && first - runs_[num_runs_ - 1].stop <= kNear) {
-      bytes = first + bytes - runs_[num_runs_ - 1].stop;
-      runs_[num_runs_ - 1].stop += bytes;
+      runs_[num_runs_ - 1].stop = first + bytes;
     } else {
       runs_[num_runs_++] = {first, first + bytes};
     }
-    return (bytes + kLine - 1) / kLine;
+  }
+
+  __attribute__((noinline)) void next_run() {
+    if (run_ < num_runs_) {
+      at_ = runs_[run_].first;
+      stop_ = runs_[run_++].stop;
+    } else {
+      lines_ = 0;
+    }
   }
 
   Run runs_[kTilePanels];
-  const char* at_ = nullptr;
-  int num_runs_ = 0, run_ = 0, lines_per_call_ = 0;
+  const char *at_ = nullptr, *stop_ = nullptr;
+  int num_runs_ = 0, run_ = 0, lines_ = 0;
 };
 
 // Calls of `fetch` for 8 values of d or 8 tokens: memory is asked evenly where it, not arithmetic, sets the pace.
