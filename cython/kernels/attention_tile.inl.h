@@ -131,14 +131,11 @@ class Fetcher {
 };
 
 // Calls of `fetch` for 8 values of d or 8 tokens: memory is asked evenly where it, not arithmetic, sets the pace.
+template <class T>
 constexpr int fetches_in_eight(int heads, int vecs) {
+  if (Format<T>::is_quantised) return heads == 1 && vecs > 4 ? 2 : 1;
   return heads > 2 || vecs < 4 ? 1 : heads == 1 && vecs > 4 ? 4 : 2;
 }
-
-// fp32 copies of the scales and minimums of one tile, [num_groups, kTileTokens] each.
-struct TileScales {
-  const float *scales, *minimums;
-};
 
 // Two chains of additions where one for each sum is too few to keep the processor busy.
 constexpr int num_ways(int sums, int heads) { return sums < 8 && 2 * sums + heads < Vec::registers ? 2 : 1; }
@@ -170,16 +167,15 @@ struct Sums {
 
 // The scores of `vecs` vectors of tokens for `heads` query heads. `fetch` runs for every 8 values of d.
 template <int heads, int vecs, class T>
-void score_columns(const float* queries, const float*, int head_dim, const Column<T>* columns, TileScales scales,
-                   float* scores, Fetcher& fetch) {
+void score_columns(const float* queries, int head_dim, const Column<T>* columns, float* scores, Fetcher& fetch) {
   Sums<heads, vecs> sums;
   for (int d = 0; d < head_dim; d += 8) {
 #pragma GCC unroll 8
     for (int e = 0; e < 8; ++e) {
-      if (e % (8 / fetches_in_eight(heads, vecs)) == 0) fetch();
+      if (e % (8 / fetches_in_eight<T>(heads, vecs)) == 0) fetch();
 #pragma GCC unroll 8
       for (int v = 0; v < vecs; ++v) {
-        const Vec key = load_column(columns[v], std::int64_t{d + e} * kPanelTokens);
+        const Vec key = load_column(columns[v], d + e);
 #pragma GCC unroll 4
         for (int h = 0; h < heads; ++h) sums.add_product(e, h, v, broadcast(queries[h * head_dim + d + e]), key);
       }
@@ -188,75 +184,7 @@ void score_columns(const float* queries, const float*, int head_dim, const Colum
 #pragma GCC unroll 4
   for (int h = 0; h < heads; ++h) {
 #pragma GCC unroll 8
-    for (int v = 0; v < vecs; ++v) {
-      Vec sum = sums.total(h, v);
-      if constexpr (Format<T>::has_scale) sum = mul(sum, load(scales.scales + v * Vec::width));
-      store(scores + h * kTileTokens + v * Vec::width, sum);
-    }
-  }
-}
-
-// Adds what four values of d, one word of codes, contribute to the sums. Whichever are fewer stay in registers: the
-// queries or the words.
-template <int heads, int vecs>
-__attribute__((always_inline)) inline void add_quad(const float* queries, int stride, const Column<Int4>* columns,
-                                                    int d, Sums<heads, vecs>& sums) {
-  const auto words_of = [&](int v) { return load_column_words(columns[v], std::int64_t{d / 4} * kPanelTokens); };
-  if constexpr (heads == 1) {
-    Vec query[4];
-#pragma GCC unroll 4
-    for (int e = 0; e < 4; ++e) query[e] = broadcast(queries[e]);
-#pragma GCC unroll 8
-    for (int v = 0; v < vecs; ++v) {
-      const Words words = words_of(v);
-#pragma GCC unroll 4
-      for (int e = 0; e < 4; ++e) sums.add_product(e, 0, v, query[e], nibble(words, e));
-    }
-  } else {
-    Words words[vecs];
-#pragma GCC unroll 8
-    for (int v = 0; v < vecs; ++v) words[v] = words_of(v);
-#pragma GCC unroll 4
-    for (int e = 0; e < 4; ++e) {
-      Vec keys[vecs];
-#pragma GCC unroll 8
-      for (int v = 0; v < vecs; ++v) keys[v] = nibble(words[v], e);
-#pragma GCC unroll 4
-      for (int h = 0; h < heads; ++h) {
-        const Vec query = broadcast(queries[h * stride + e]);
-#pragma GCC unroll 8
-        for (int v = 0; v < vecs; ++v) sums.add_product(e, h, v, query, keys[v]);
-      }
-    }
-  }
-}
-
-// The same for int4: each group's sum of codes gets its scale, and its minimum the sum of the query over the group.
-// Queries are divided by `nibble_factor` beforehand.
-template <int heads, int vecs>
-void score_columns(const float* queries, const float* query_sums, int head_dim, const Column<Int4>* columns,
-                   TileScales scales, float* scores, Fetcher& fetch) {
-  const int groups = num_groups(head_dim);
-  for (int g = 0; g < groups; ++g) {
-    Sums<heads, vecs> sums;
-    const int stop = head_dim - g * kGroupDim < kGroupDim ? head_dim : (g + 1) * kGroupDim;
-    for (int d = g * kGroupDim; d < stop; d += 8) {
-      for (int i = 0; i < fetches_in_eight(heads, vecs); ++i) fetch();
-      for (int quad = d; quad < d + 8; quad += 4) add_quad(queries + quad, head_dim, columns, quad, sums);
-    }
-#pragma GCC unroll 4
-    for (int h = 0; h < heads; ++h) {
-      const Vec query_sum = broadcast(query_sums[h * groups + g]);
-#pragma GCC unroll 8
-      for (int v = 0; v < vecs; ++v) {
-        float* score = scores + h * kTileTokens + v * Vec::width;
-        const Vec codes = sums.total(h, v);
-        const int at = g * kTileTokens + v * Vec::width;
-        const Vec least = mul(query_sum, load(scales.minimums + at));
-        const Vec group_score = fma(codes, load(scales.scales + at), least);
-        store(score, g ? add(load(score), group_score) : group_score);
-      }
-    }
+    for (int v = 0; v < vecs; ++v) store(scores + h * kTileTokens + v * Vec::width, sums.total(h, v));
   }
 }
 
@@ -283,20 +211,19 @@ float weigh_tile(const Tile& tile, float* scores, float* m, float* s) {
   return factor;
 }
 
-// sums[h, :] += weights[h, :] . values for `num_tokens` rows of V, of which the vectors from `first_vec` on are read.
+// sums[h, :] += weights[h, :] . values for `num_tokens` rows of V.
 template <int heads, int vecs, class T>
-__attribute__((always_inline)) inline void add_rows(Sums<heads, vecs>& sums, const float* weights, const T* codes,
-                                                    std::int64_t row_items, int num_tokens, int first_vec, int count,
-                                                    Fetcher& fetch) {
+__attribute__((always_inline)) inline void add_rows(Sums<heads, vecs>& sums, const float* weights, const T* values,
+                                                    int head_dim, int num_tokens, int count, Fetcher& fetch) {
 #pragma GCC unroll 8
   for (int t = 0; t < num_tokens; ++t) {
-    if (t % (8 / fetches_in_eight(heads, vecs)) == 0) fetch();
-    const T* row = codes + t * row_items;
+    if (t % (8 / fetches_in_eight<T>(heads, vecs)) == 0) fetch();
+    const T* row = values + std::int64_t{t} * head_dim;
     // Whichever is fewer stays in registers: the row's vectors or the heads' weights.
     if constexpr (heads > vecs) {
       Vec x[vecs];
 #pragma GCC unroll 8
-      for (int i = 0; i < vecs; ++i) x[i] = load_values(row, first_vec + i, count);
+      for (int i = 0; i < vecs; ++i) x[i] = load_upto(row + i * Vec::width, count);
 #pragma GCC unroll 4
       for (int h = 0; h < heads; ++h) {
         const Vec weight = broadcast(weights[h * kTileTokens + t]);
@@ -309,7 +236,7 @@ __attribute__((always_inline)) inline void add_rows(Sums<heads, vecs>& sums, con
       for (int h = 0; h < heads; ++h) weight[h] = broadcast(weights[h * kTileTokens + t]);
 #pragma GCC unroll 8
       for (int i = 0; i < vecs; ++i) {
-        const Vec x = load_values(row, first_vec + i, count);
+        const Vec x = load_upto(row + i * Vec::width, count);
 #pragma GCC unroll 4
         for (int h = 0; h < heads; ++h) sums.add_product(t, h, i, weight[h], x);
       }
@@ -318,38 +245,35 @@ __attribute__((always_inline)) inline void add_rows(Sums<heads, vecs>& sums, con
 }
 
 // acc[h, d:d+n] = acc[h, d:d+n] * factors[h] + weights[h] . values[:, d:d+n] for a strip of n = `vecs` vectors;
-// acc has `stride` floats a head. `fetch` runs for every panel.
+// acc has `head_dim` floats a head. `fetch` runs for every panel.
 template <int heads, int vecs, class T>
 void add_strip(const Tile& tile, const Panels& values, const float* weights, const float* factors, int d, int count,
-               int stride, float* acc, Fetcher& fetch) {
+               int head_dim, float* acc, Fetcher& fetch) {
   Sums<heads, vecs> sums;
 #pragma GCC unroll 4
   for (int h = 0; h < heads; ++h) {
 #pragma GCC unroll 8
     for (int i = 0; i < vecs; ++i) {
-      sums.at[0][h][i] = mul(load_upto(acc + h * stride + d + i * Vec::width, count), broadcast(factors[h]));
+      sums.at[0][h][i] = mul(load_upto(acc + h * head_dim + d + i * Vec::width, count), broadcast(factors[h]));
     }
   }
-  const std::int64_t row_items = values.token_bytes / std::int64_t{sizeof(T)};
-  const bool whole_group = vecs * Vec::width == kGroupDim;
-  const int first_vec = Format<T>::has_minimum && !whole_group ? d % kGroupDim / Vec::width : 0;
   for (int p = 0; p < tile.num_panels; ++p) {
     const int first = p == 0 ? tile.first : 0, left = tile.stop - p * kPanelTokens;
-    const T* codes = codes_at(reinterpret_cast<const T*>(values.codes[p]), d) + first * row_items;
+    const T* rows = reinterpret_cast<const T*>(values.codes[p]) + d + first * head_dim;
     const float* token_weights = weights + p * kPanelTokens + first;
     if (first == 0 && left >= kPanelTokens) {
-      add_rows<heads, vecs>(sums, token_weights, codes, row_items, kPanelTokens, first_vec, count, fetch);
+      add_rows<heads, vecs>(sums, token_weights, rows, head_dim, kPanelTokens, count, fetch);
     } else {
       const int stop = left < kPanelTokens ? left : kPanelTokens;
-      for (int t = first; t < stop; ++t, codes += row_items, ++token_weights) {
-        add_rows<heads, vecs>(sums, token_weights, codes, row_items, 1, first_vec, count, fetch);
+      for (int t = first; t < stop; ++t, rows += head_dim, ++token_weights) {
+        add_rows<heads, vecs>(sums, token_weights, rows, head_dim, 1, count, fetch);
       }
     }
   }
 #pragma GCC unroll 4
   for (int h = 0; h < heads; ++h) {
 #pragma GCC unroll 8
-    for (int i = 0; i < vecs; ++i) store_upto(acc + h * stride + d + i * Vec::width, sums.total(h, i), count);
+    for (int i = 0; i < vecs; ++i) store_upto(acc + h * head_dim + d + i * Vec::width, sums.total(h, i), count);
   }
 }
 

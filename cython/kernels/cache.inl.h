@@ -14,19 +14,22 @@ using fastdecode::LayerView;
 constexpr int kTilePanels = kTileTokens / kPanelTokens;
 constexpr int kTileVecs = kTileTokens / Vec::width;
 
-// Scales and minimums, by what they belong to.
+// How a type's values come about. Codes, or words of codes, of quantised types lie in pairs.
 template <class T>
 struct Format {
-  static constexpr bool has_scale = false, has_minimum = false;
+  static constexpr bool is_quantised = false, has_minimum = false;
+  static constexpr int items_together = 1;
 };
 template <>
 struct Format<Int8> {
-  static constexpr bool has_scale = true, has_minimum = false;
+  static constexpr bool is_quantised = true, has_minimum = false;
+  static constexpr int items_together = 2;
   using Scale = float;
 };
 template <>
 struct Format<Int4> {
-  static constexpr bool has_scale = true, has_minimum = true;
+  static constexpr bool is_quantised = true, has_minimum = true;
+  static constexpr int items_together = 2;
   using Scale = Half;
 };
 
@@ -53,7 +56,7 @@ struct Panels {
   }
 };
 
-// K codes of Vec::width tokens: one run, or two of 8 where the vector has 16 lanes.
+// K of Vec::width tokens: one run, or two of 8 where the vector has 16 lanes.
 template <class T>
 struct Column {
   const T *low, *high;
@@ -65,58 +68,54 @@ Column<T> column_of(const Panels& keys, int vec) {
   if constexpr (Vec::width > kPanelTokens) {
     return {panel(2 * vec), panel(2 * vec + 1)};
   } else {
-    const T* tokens = panel(vec * Vec::width / kPanelTokens) + vec * Vec::width % kPanelTokens;
+    const T* tokens = panel(vec * Vec::width / kPanelTokens) + vec * Vec::width % kPanelTokens * Format<T>::items_together;
     return {tokens, tokens};
   }
 }
 
+// Row `row` of the column: of values, or of pairs.
 template <class T>
-Vec load_column(const Column<T>& column, std::int64_t offset) {
+auto load_column(const Column<T>& column, std::int64_t row) {
+  const std::int64_t offset = row * kPanelTokens * Format<T>::items_together;
   if constexpr (Vec::width > kPanelTokens) {
-    return load_halves(column.low + offset, column.high + offset);
+    if constexpr (Format<T>::is_quantised) return load_pair_halves(column.low + offset, column.high + offset);
+    if constexpr (!Format<T>::is_quantised) return load_halves(column.low + offset, column.high + offset);
   } else {
-    return load(column.low + offset);
+    if constexpr (Format<T>::is_quantised) return load_pairs(column.low + offset);
+    if constexpr (!Format<T>::is_quantised) return load(column.low + offset);
   }
 }
 
+// Vector `index` of two tokens' V from `codes` on, of which `count` lanes are wanted; of int4 from the words of one
+// group on.
 template <class T>
-Words load_column_words(const Column<T>& column, std::int64_t offset) {
-  if constexpr (Vec::width > kPanelTokens) {
-    return load_word_halves(column.low + offset, column.high + offset);
-  } else {
-    return load_words(column.low + offset);
-  }
-}
-
-// Where the codes of [d, ...) begin in a row of V; for int4 those of d's group.
-template <class T>
-const T* codes_at(const T* row, int d) {
-  return Format<T>::has_minimum ? row + d / kGroupDim * kGroupWords : row + d;
-}
-
-// Vector `index` after `codes_at`, of which `count` values are wanted; for int4 vector `index` of the group.
-// Int4 codes come multiplied by `nibble_factor`.
-template <class T>
-Vec load_values(const T* codes, int index, int count) {
+Pairs load_value_pairs(const T* codes, int index, int count) {
   if constexpr (!Format<T>::has_minimum) {
-    return load_upto(codes + index * Vec::width, count);
+    const T* first = codes + 2 * index * Vec::width;
+    if constexpr (Vec::width > 8) {
+      if (count < Vec::width) return load_pairs_part(first, count);
+    }
+    return load_pairs(first);
   } else if constexpr (Vec::width > kGroupWords) {
-    return nibble_pair(load_word_halves(codes, codes), index);
+    return nibbles_twice(codes, index);
   } else {
-    const int word = index * Vec::width % kGroupWords;
-    return nibble(load_words(codes + word), index * Vec::width / kGroupWords);
+    const T* words = codes + 2 * (index * Vec::width % kGroupWords);
+    return nibbles(load_pairs(words), index * Vec::width / kGroupWords);
   }
 }
 
-// By what `nibble` multiplies the code at `index` of a word.
-constexpr float nibble_factor(int index) { return static_cast<float>(1 << 4 * index); }
+// How many panels from `first` on follow each other in the same block.
+int panels_of_block(const Tile& tile, int first) {
+  int stop = first + 1;
+  while (stop < tile.num_panels && tile.heads[stop] == tile.heads[first]) ++stop;
+  return stop - first;
+}
 
-// Copies eight scales into fp32.
+// Copies the scales of some panels' tokens into fp32.
 template <class Scale>
-void widen_scales(const Scale* source, float* target) {
-  for (int t = 0; t < kPanelTokens; t += Vec::width) {
-    store_upto(target + t, load_upto(source + t, kPanelTokens - t), kPanelTokens - t);
-  }
+void widen_scales(const Scale* source, float* target, int num_panels) {
+  const int count = num_panels * kPanelTokens;
+  for (int t = 0; t < count; t += Vec::width) store_upto(target + t, load_upto(source + t, count - t), count - t);
 }
 
 // Puts 0 where a row [kTileTokens] has tokens that are not in use: their scales may be anything.

@@ -13,9 +13,10 @@ namespace plain {
 
 using namespace fastdecode;
 
-// A number as the cache holds it, and what the rounding errors of sums over it are relative to.
+// A number as the cache holds it, what the rounding errors of sums over it are relative to, and the largest that a code
+// could make it, less the minimum (0 where there are no codes).
 struct Number {
-  double value, size;
+  double value, size, reach;
 };
 using Numbers = std::vector<Number>;
 
@@ -73,7 +74,8 @@ struct Row {
     for (std::size_t d = 0; d < codes.size(); ++d) {
       const double product = scales.empty() ? codes[d] : codes[d] * scales[group_of(d)];
       const double minimum = minimums.empty() ? 0.0 : minimums[group_of(d)];
-      result.push_back({minimum + product, std::fabs(minimum) + std::fabs(product)});
+      const double largest = scales.empty() ? 0.0 : std::fabs(scales[group_of(d)]) * (minimums.empty() ? 127 : 15);
+      result.push_back({minimum + product, std::fabs(minimum) + std::fabs(product), largest});
     }
     return result;
   }
@@ -141,7 +143,10 @@ inline Row read_row(const LayerView& layer, std::int64_t block, int token, int h
   if (!is_key) part += layer.value_bytes;
   const int head_dim = layer.head_dim, groups = groups_of(dtype, head_dim);
   const std::int64_t panel = token / kPanelTokens, lane = token % kPanelTokens;
+  const bool in_pairs = groups > 0;
   const auto at = [&](std::int64_t items, std::int64_t i) {  // item i of a token that has `items`
+    if (in_pairs && is_key) return panel * items * kPanelTokens + (i / 2 * kPanelTokens + lane) * 2 + i % 2;
+    if (in_pairs) return (token / 2 * items + i) * 2 + token % 2;
     return is_key ? (panel * items + i) * kPanelTokens + lane : token * items + i;
   };
   Row row;
@@ -193,17 +198,23 @@ struct Attention {
 // in fp32 before exp (itself good to about one unit). Weights are then off by a factor e^(+-delta), so with
 // a = sum over tokens of weight (e^delta - 1), the output moves by at most 2 a times the range of V if a < 1/2, and
 // stays in the range in any case; the log of the sum moves by at most 2 a, or the largest delta.
+// Where K is quantised, queries are rounded to 2^-16 of the largest |query| (half a unit of 16 bits with a sign), and
+// where V is, weight times scale to 2^-16 of the largest of a tile; values below 2^15 2^-126 may count as 0.
 inline Attention attend(const std::vector<double>& query, const std::vector<Numbers>& keys,
                         const std::vector<Numbers>& values, double scale) {
-  constexpr double u = 0x1p-24;
+  constexpr double u = 0x1p-24, fixed_step = 0.501 / 32767;
   const std::size_t head_dim = query.size(), num_tokens = keys.size();
-  std::vector<double> scores(num_tokens), sizes(num_tokens), weights(num_tokens), deltas(num_tokens);
+  std::vector<double> scores(num_tokens), sizes(num_tokens), reaches(num_tokens);
+  std::vector<double> weights(num_tokens), deltas(num_tokens);
+  double largest_query = 0;
+  for (const double x : query) largest_query = std::fmax(largest_query, std::fabs(x) * scale);
   double m = -INFINITY;
   for (std::size_t t = 0; t < num_tokens; ++t) {
     for (std::size_t d = 0; d < head_dim; ++d) {
       const Number key = keys[t][d];
       scores[t] += query[d] * key.value * scale;
       sizes[t] += std::fabs(query[d]) * key.size * scale;
+      reaches[t] += key.reach;
     }
     m = std::fmax(m, scores[t]);
   }
@@ -214,6 +225,7 @@ inline Attention attend(const std::vector<double>& query, const std::vector<Numb
     total += weights[t];
     const double distance = std::isfinite(scores[t]) ? m - scores[t] : 0;
     deltas[t] = u * ((static_cast<double>(head_dim) + 8) * sizes[t] + 2 * distance + 8);
+    deltas[t] += (largest_query * fixed_step + 0x1p-111) * reaches[t];
   }
   for (std::size_t t = 0; t < num_tokens; ++t) {
     a += weights[t] / total * std::expm1(std::min(deltas[t], 700.0));
@@ -224,17 +236,20 @@ inline Attention attend(const std::vector<double>& query, const std::vector<Numb
   result.lse = m + std::log(total);
   result.lse_tolerance = (a < 0.5 ? 2 * a : largest_delta) + sums + 4 * u * (1 + std::fabs(m) + std::fabs(result.lse));
   for (std::size_t d = 0; d < head_dim; ++d) {
-    double sum = 0, size = 0, low = INFINITY, high = -INFINITY;
+    double sum = 0, size = 0, reach = 0, largest_reach = 0, low = INFINITY, high = -INFINITY;
     for (std::size_t t = 0; t < num_tokens; ++t) {
       const Number value = values[t][d];
       sum += weights[t] / total * value.value;
       size = std::fmax(size, value.size);
+      reach = std::fmax(reach, weights[t] / total * value.reach);
+      largest_reach = std::fmax(largest_reach, value.reach);
       low = std::fmin(low, value.value);
       high = std::fmax(high, value.value);
     }
     const double underflow = n * (0x1p-126 * size + 0x1p-149);  // weights below 2^-126 are 0
+    const double fixed = largest_reach > 0 ? n * (reach * fixed_step + 0x1p-111 * 127) : 0;
     result.out.push_back(sum);
-    result.tolerance.push_back(std::fmin(1.0, 2 * a) * (high - low) + sums * size + underflow);
+    result.tolerance.push_back(std::fmin(1.0, 2 * a) * (high - low) + sums * size + underflow + fixed);
   }
   return result;
 }

@@ -6,7 +6,7 @@
 #include <math.h>
 #include <string.h>
 
-#include "attention_tile.inl.h"
+#include "quantised_tile.inl.h"
 #include "read_loops.inl.h"
 #include "store.inl.h"
 
@@ -28,17 +28,20 @@ struct Partial {
 
 // One thread's memory, of `workspace_floats`. groups: of int4 along head_dim.
 struct Workspace {
-  float* queries;         // [group_size, head_dim] in fp32, times the scale of the scores
-  float* query_sums;      // [group_size, groups] sums of queries over groups
-  float* weights;         // [group_size, kTileTokens] scores, then exp(score - m)
-  float* value_weights;   // [groups, group_size, kTileTokens] weights times the scales of V
-  float* key_scales;      // [groups, kTileTokens] of the tile, and so on
-  float* key_minimums;    //
-  float* value_scales;    //
-  float* value_minimums;  //
-  float* minimum_sums;    // [group_size, groups] weighted sums of V's minimums
-  float* row;             // [head_dim]
-  float* partial;         // of the newest token
+  float* queries;             // [group_size, head_dim] in fp32, times the scale of the scores
+  float* query_sums;          // [group_size, groups] sums of queries over groups
+  float* query_units;         // [group_size]
+  std::int16_t* query_codes;  // [group_size, head_dim] queries as multiples of their units
+  float* weights;             // [group_size, kTileTokens] scores, then exp(score - m)
+  float* weight_units;        // [groups, group_size]
+  std::int16_t* weight_codes;  // [groups, group_size, kTileTokens] weights times the scales of V, in units
+  float* key_scales;          // [groups, kTileTokens] of the tile, and so on
+  float* key_minimums;        //
+  float* value_scales;        //
+  float* value_minimums;      //
+  float* minimum_sums;        // [group_size, groups] weighted sums of V's minimums
+  float* row;                 // [head_dim]
+  float* partial;             // of the newest token
 
   Workspace(const AttendArgs& args, float* floats) {
     const int group_size = args.group_size, head_dim = args.head_dim, groups = num_groups(head_dim);
@@ -47,10 +50,14 @@ struct Workspace {
       floats += round_to_line(count);
       return taken;
     };
+    const auto take_codes = [&](int count) { return reinterpret_cast<std::int16_t*>(take((count + 1) / 2)); };
     queries = take(group_size * head_dim);
     query_sums = take(group_size * groups);
+    query_units = take(group_size);
+    query_codes = take_codes(group_size * head_dim + 8);
     weights = take(group_size * kTileTokens);
-    value_weights = take(groups * group_size * kTileTokens);
+    weight_units = take(groups * group_size);
+    weight_codes = take_codes(groups * group_size * kTileTokens);
     key_scales = take(groups * kTileTokens);
     key_minimums = take(groups * kTileTokens);
     value_scales = take(groups * kTileTokens);
@@ -93,80 +100,88 @@ Tile find_tile(const AttendArgs& args, const Span& span, int start, int stop) {
 template <class T>
 TileScales load_tile_scales(const Tile& tile, const LayerView& layer, std::int64_t part_bytes, float* scales,
                             float* minimums) {
-  if constexpr (Format<T>::has_scale) {
+  if constexpr (Format<T>::is_quantised) {
     using Scale = typename Format<T>::Scale;
     const int groups = Format<T>::has_minimum ? num_groups(layer.head_dim) : 1;
-    const std::int64_t codes = layer.block_size * code_bytes(dtype_of<T>, layer.head_dim);
-    for (int p = 0; p < tile.num_panels; ++p) {
-      const int token = p * kPanelTokens;
-      const Scale* source =
-          reinterpret_cast<const Scale*>(tile.heads[p] + part_bytes + codes) + tile.panels[p] * kPanelTokens;
-      for (int g = 0; g < groups; ++g, source += layer.block_size)
-        widen_scales(source, scales + g * kTileTokens + token);
+    const std::int64_t codes = part_bytes + layer.block_size * code_bytes(dtype_of<T>, layer.head_dim);
+    for (int p = 0; p < tile.num_panels;) {
+      const Scale* source = reinterpret_cast<const Scale*>(tile.heads[p] + codes) + tile.panels[p] * kPanelTokens;
+      const int token = p * kPanelTokens, panels = panels_of_block(tile, p);
+      p += panels;
+      for (int g = 0; g < groups; ++g, source += layer.block_size) {
+        widen_scales(source, scales + g * kTileTokens + token, panels);
+      }
       if constexpr (!Format<T>::has_minimum) continue;
       for (int g = 0; g < groups; ++g, source += layer.block_size) {
-        widen_scales(source, minimums + g * kTileTokens + token);
+        widen_scales(source, minimums + g * kTileTokens + token, panels);
       }
     }
-    for (int g = 0; g < groups; ++g) {
-      clear_unused(tile, scales + g * kTileTokens);
-      if constexpr (Format<T>::has_minimum) clear_unused(tile, minimums + g * kTileTokens);
+    if (tile.first > 0 || tile.stop < kTileTokens) {
+      for (int g = 0; g < groups; ++g) {
+        clear_unused(tile, scales + g * kTileTokens);
+        if constexpr (Format<T>::has_minimum) clear_unused(tile, minimums + g * kTileTokens);
+      }
     }
   }
   return {scales, minimums};
+}
+
+// Calls f(Count<vecs>{}, first) for `num_vecs` vectors, `most` at once where so many are left.
+template <int most, class F>
+void for_vecs(int num_vecs, F f) {
+  int vec = 0;
+  for (; vec + most <= num_vecs; vec += most) f(Count<most>{}, vec);
+  for (; vec < num_vecs; ++vec) f(Count<1>{}, vec);
 }
 
 // Scores of one tile for all query heads, into workspace.weights.
 template <class K>
 void score_tile(const AttendArgs& args, const LayerView& layer, const Workspace& workspace, const Tile& tile,
                 Fetcher& fetch) {
-  const int head_dim = layer.head_dim, groups = num_groups(head_dim);
+  const int head_dim = layer.head_dim;
   const TileScales scales = load_tile_scales<K>(tile, layer, 0, workspace.key_scales, workspace.key_minimums);
   const Panels keys(tile, 0, layer.key_dtype, head_dim);
+  const QuantisedQueries queries = {workspace.query_codes, workspace.query_units, workspace.query_sums};
   const int num_vecs = (tile.num_panels * kPanelTokens + Vec::width - 1) / Vec::width;
   for_head_runs(args.group_size, [&](auto heads_constant, int head) {
-    constexpr int heads = decltype(heads_constant)::value, most = columns_at_once<K>(heads);
-    const auto score = [&](auto vecs_constant, int vec) {
+    constexpr int heads = decltype(heads_constant)::value;
+    for_vecs<columns_at_once<K>(heads)>(num_vecs, [&](auto vecs_constant, int vec) {
       constexpr int vecs = decltype(vecs_constant)::value;
       const int token = vec * Vec::width;
+      float* scores = workspace.weights + head * kTileTokens + token;
       Column<K> columns[vecs];
       for (int v = 0; v < vecs; ++v) columns[v] = column_of<K>(keys, vec + v);
-      score_columns<heads, vecs>(workspace.queries + head * head_dim, workspace.query_sums + head * groups, head_dim,
-                                 columns, {scales.scales + token, scales.minimums + token},
-                                 workspace.weights + head * kTileTokens + token, fetch);
-    };
-    int vec = 0;
-    for (; vec + most <= num_vecs; vec += most) score(Count<most>{}, vec);
-    for (; vec < num_vecs; ++vec) score(Count<1>{}, vec);
+      if constexpr (Format<K>::is_quantised) {
+        const TileScales column_scales = {scales.scales + token, scales.minimums + token};
+        score_columns<heads, vecs>(queries.from(head, head_dim), head_dim, columns, column_scales, scores, fetch);
+      } else {
+        score_columns<heads, vecs>(workspace.queries + head * head_dim, head_dim, columns, scores, fetch);
+      }
+    });
   });
 }
 
-// The weights of a run of heads times the scales of V, and what the minimums of V add.
+// One head's weights of a tile for quantised V, and what the minimums of V add: its running sums, times `factor` for
+// what came before.
 template <class V>
-const float* scale_weights(const AttendArgs& args, const Workspace& workspace, TileScales scales, int head,
-                           int num_heads, const float* factors) {
+void quantise_weights(const AttendArgs& args, const Workspace& workspace, TileScales scales, int head, float factor) {
   const float* weights = workspace.weights + head * kTileTokens;
-  if constexpr (!Format<V>::has_scale) return weights;
   const int groups = Format<V>::has_minimum ? num_groups(args.head_dim) : 1;
   for (int g = 0; g < groups; ++g) {
-    const int at = g * kTileTokens;
-    for (int h = 0; h < num_heads; ++h) {
-      float* target = workspace.value_weights + (g * args.group_size + head + h) * kTileTokens;
+    const int index = g * args.group_size + head;
+    workspace.weight_units[index] = round_weights(weights, scales.scales + g * kTileTokens,
+                                                  workspace.weight_codes + std::int64_t{index} * kTileTokens);
+    if constexpr (Format<V>::has_minimum) {
       Vec sum = broadcast(0.0f);
 #pragma GCC unroll 8
       for (int v = 0; v < kTileVecs; ++v) {
         const int t = v * Vec::width;
-        const Vec weight = load(weights + h * kTileTokens + t);
-        store(target + t, mul(weight, load(scales.scales + at + t)));
-        if constexpr (Format<V>::has_minimum) sum = fma(weight, load(scales.minimums + at + t), sum);
+        sum = fma(load(weights + t), load(scales.minimums + g * kTileTokens + t), sum);
       }
-      if constexpr (Format<V>::has_minimum) {
-        float& total = workspace.minimum_sums[(head + h) * groups + g];
-        total = total * factors[h] + reduce_add(sum);
-      }
+      float& total = workspace.minimum_sums[head * groups + g];
+      total = total * factor + reduce_add(sum);
     }
   }
-  return workspace.value_weights + head * kTileTokens;
 }
 
 // Softmax weights and weighted sum of one tile, for all query heads.
@@ -183,13 +198,19 @@ void add_tile(const AttendArgs& args, const LayerView& layer, const Workspace& w
     for (int h = 0; h < heads; ++h) {
       factors[h] =
           weigh_tile(tile, workspace.weights + (head + h) * kTileTokens, partial.m + head + h, partial.s + head + h);
+      if constexpr (Format<V>::is_quantised) quantise_weights<V>(args, workspace, scales, head + h, factors[h]);
     }
-    const float* weights = scale_weights<V>(args, workspace, scales, head, heads, factors);
+    float* acc = partial.acc + head * head_dim;
     const auto add = [&](auto vecs_constant, int d, int count) {
-      const int group = Format<V>::has_minimum ? d / kGroupDim : 0;
-      add_strip<heads, decltype(vecs_constant)::value, V>(tile, values, weights + group * args.group_size * kTileTokens,
-                                                          factors, d, count, head_dim, partial.acc + head * head_dim,
-                                                          fetch);
+      constexpr int vecs = decltype(vecs_constant)::value;
+      if constexpr (Format<V>::is_quantised) {
+        const int first = (Format<V>::has_minimum ? d / kGroupDim : 0) * args.group_size + head;
+        add_strip<heads, vecs, V>(tile, values, workspace.weight_codes + std::int64_t{first} * kTileTokens,
+                                  workspace.weight_units + first, factors, d, count, head_dim, acc, fetch);
+      } else {
+        add_strip<heads, vecs, V>(tile, values, workspace.weights + head * kTileTokens, factors, d, count, head_dim,
+                                  acc, fetch);
+      }
     };
     constexpr int most = strip_at_once<V>(heads);
     int d = 0;
@@ -207,7 +228,7 @@ int fetches_of_scores(const AttendArgs& args) {
   int calls = 0;
   for_head_runs(args.group_size, [&](auto heads_constant, int) {
     constexpr int heads = decltype(heads_constant)::value, vecs = columns_at_once<K>(heads);
-    calls += kTileVecs / vecs * (args.head_dim / 8) * fetches_in_eight(heads, vecs);
+    calls += kTileVecs / vecs * (args.head_dim / 8) * fetches_in_eight<K>(heads, vecs);
   });
   return calls;
 }
@@ -217,8 +238,8 @@ int fetches_of_values(const AttendArgs& args) {
   for_head_runs(args.group_size, [&](auto heads_constant, int) {
     constexpr int heads = decltype(heads_constant)::value, vecs = strip_at_once<V>(heads);
     const int strips = args.head_dim / (vecs * Vec::width), rest = args.head_dim - strips * vecs * Vec::width;
-    calls += strips * kTilePanels * fetches_in_eight(heads, vecs);
-    calls += (rest + Vec::width - 1) / Vec::width * kTilePanels * fetches_in_eight(heads, 1);
+    calls += strips * kTilePanels * fetches_in_eight<V>(heads, vecs);
+    calls += (rest + Vec::width - 1) / Vec::width * kTilePanels * fetches_in_eight<V>(heads, 1);
   });
   return calls;
 }
@@ -244,16 +265,12 @@ constexpr KeyKernel kKeyKernels[5] = {key_kernel<float>, key_kernel<Half>, key_k
 constexpr ValueKernel kValueKernels[5] = {value_kernel<float>, value_kernel<Half>, value_kernel<BFloat16>,
                                           value_kernel<Int8>, value_kernel<Int4>};
 
-// Puts V's minimums into the sums of codes, and takes out what `nibble` multiplied them by.
-void finish_codes(const AttendArgs& args, const Workspace& workspace, const Partial& partial) {
+// Puts V's minimums into the sums of codes.
+void add_minimums(const AttendArgs& args, const Workspace& workspace, const Partial& partial) {
   const int head_dim = args.head_dim, groups = num_groups(head_dim);
   for (int h = 0; h < args.group_size; ++h) {
     float* acc = partial.acc + h * head_dim;
-    for (int d = 0; d < head_dim; d += kGroupWords) {
-      const float factor = 1.0f / nibble_factor(d % kGroupDim / kGroupWords);  // exact
-      const float minimum = workspace.minimum_sums[h * groups + d / kGroupDim];
-      for (int i = d; i < d + kGroupWords; ++i) acc[i] = acc[i] * factor + minimum;
-    }
+    for (int d = 0; d < head_dim; ++d) acc[d] += workspace.minimum_sums[h * groups + d / kGroupDim];
   }
 }
 
@@ -287,28 +304,50 @@ void attend_tiles(const AttendArgs& args, const Span& span, const Span* next_spa
     if (is_last) break;
     tile = next_tile;
   }
-  if (layer.value_dtype == fastdecode::kInt4) finish_codes(args, workspace, partial);
+  if (layer.value_dtype == fastdecode::kInt4) add_minimums(args, workspace, partial);
 }
 
-// Queries in fp32, times the scale of the scores; for int4 their sums over groups, and divided by `nibble_factor`.
+// One head's query as integers, and for int4 its sums over groups.
+void quantise_query(const float* query, int head_dim, bool is_int4, std::int16_t* codes, float* unit, float* sums) {
+  alignas(64) float ordered[fastdecode::kMaxHeadDim + 8] = {};
+  for (int d = 0; d < head_dim; d += 8) {
+    for (int i = 0; i < 4; ++i) {
+      ordered[d + 2 * i] = query[d + (is_int4 ? i : 2 * i)];
+      ordered[d + 2 * i + 1] = query[d + (is_int4 ? 4 + i : 2 * i + 1)];
+    }
+  }
+  Vec largest = broadcast(0.0f), invalid = largest;
+  for (int d = 0; d < head_dim; d += Vec::width) {
+    largest = max(abs(load(ordered + d)), largest);
+    invalid = fma(load(ordered + d), broadcast(0.0f), invalid);
+  }
+  const Unit scale = unit_for(reduce_max(largest), reduce_add(invalid));
+  *unit = scale.unit;
+  for (int d = 0; d < head_dim; d += Vec::width) {  // up to 8 zeros are written behind the last head
+    store_rounded(codes + d, mul(load(ordered + d), broadcast(scale.inverse)));
+  }
+  for (int d = 0; is_int4 && d < head_dim; d += kGroupDim) {
+    Vec sum = broadcast(0.0f);
+    const int stop = head_dim - d < kGroupDim ? head_dim : d + kGroupDim;
+    for (int i = d; i < stop; i += Vec::width) sum = add(sum, load_upto(query + i, stop - i));
+    sums[d / kGroupDim] = reduce_add(sum);
+  }
+}
+
+// Queries in fp32, times the scale of the scores; for K of a quantised type as integers, too.
 void load_queries(const AttendArgs& args, const Span& span, const Workspace& workspace) {
-  const int head_dim = args.head_dim, groups = num_groups(head_dim);
-  const bool is_int4 = args.caches[span.cache].layer.key_dtype == fastdecode::kInt4;
+  const int head_dim = args.head_dim;
+  const std::int32_t dtype = args.caches[span.cache].layer.key_dtype;
+  const bool is_int4 = dtype == fastdecode::kInt4, is_quantised = is_int4 || dtype == fastdecode::kInt8;
   const std::int64_t head_bytes = head_dim * wire_bytes(args.wire_dtype);
   const char* row = args.queries + span.row * args.query_row_bytes + span.head * args.group_size * head_bytes;
   for (int h = 0; h < args.group_size; ++h) {
-    float *query = workspace.queries + h * head_dim, *sums = workspace.query_sums + h * groups;
+    float* query = workspace.queries + h * head_dim;
     convert(row + h * head_bytes, args.wire_dtype, query, fastdecode::kFloat32, head_dim);
     for (int d = 0; d < head_dim; ++d) query[d] *= args.scale;
-    if (!is_int4) continue;
-    for (int g = 0; g < groups; ++g) {
-      const int stop = head_dim - g * kGroupDim < kGroupDim ? head_dim : (g + 1) * kGroupDim;
-      Vec sum = broadcast(0.0f);
-      for (int d = g * kGroupDim; d < stop; d += Vec::width) sum = add(sum, load_upto(query + d, stop - d));
-      sums[g] = reduce_add(sum);
-    }
-    for (int d = 0; d < head_dim; d += 8) {
-      for (int i = 0; i < 8; ++i) query[d + i] *= 1.0f / nibble_factor(i % 4);  // exact
+    if (is_quantised) {
+      quantise_query(query, head_dim, is_int4, workspace.query_codes + h * head_dim, workspace.query_units + h,
+                     workspace.query_sums + h * num_groups(head_dim));
     }
   }
 }

@@ -67,9 +67,12 @@ std::int64_t partial_floats(std::int32_t group_size, std::int32_t head_dim) {
 // As `Workspace` takes it: each of its arrays begins on a cache line.
 std::int64_t workspace_floats(std::int32_t group_size, std::int32_t head_dim) {
   const std::int64_t groups = num_groups(head_dim), heads = group_size;
-  return round_to_line(heads * head_dim) + 2 * round_to_line(heads * groups) + round_to_line(heads * kTileTokens) +
-         round_to_line(groups * heads * kTileTokens) + 4 * round_to_line(groups * kTileTokens) +
-         round_to_line(head_dim) + partial_floats(group_size, head_dim);
+  const std::int64_t queries = round_to_line(heads * head_dim) + round_to_line(heads * groups) + round_to_line(heads) +
+                               round_to_line((heads * head_dim + 8) / 2);
+  const std::int64_t weights = round_to_line(heads * kTileTokens) + round_to_line(groups * heads) +
+                               round_to_line(groups * heads * kTileTokens / 2);
+  const std::int64_t scales = 4 * round_to_line(groups * kTileTokens) + round_to_line(heads * groups);
+  return queries + weights + scales + round_to_line(head_dim) + partial_floats(group_size, head_dim);
 }
 
 int num_available() { return table().count; }

@@ -96,18 +96,24 @@ void write_codes(T* panel, const T* codes, int head_dim, int lane, bool is_key) 
   for (int d = 0; d < head_dim; ++d) panel[d * kPanelTokens + lane] = codes[d];
 }
 
+// Where item i of a token's `count` quantised items lies in its panel: of K in pairs of items, of V in pairs of tokens.
+int place_of_item(int i, int count, int lane, bool is_key) {
+  return is_key ? (i / 2 * kPanelTokens + lane) * 2 + i % 2 : (lane / 2 * count + i) * 2 + lane % 2;
+}
+
+void write_codes(Int8* panel, const Int8* codes, int head_dim, int lane, bool is_key) {
+  for (int d = 0; d < head_dim; ++d) panel[place_of_item(d, head_dim, lane, is_key)] = codes[d];
+}
+
 void write_codes(Int4* panel, const std::uint8_t* codes, int head_dim, int lane, bool is_key) {
   const auto word = [&](int d, int step) {
     return Int4{static_cast<std::uint16_t>(codes[d] | codes[d + step] << 4 | codes[d + 2 * step] << 8 |
                                            codes[d + 3 * step] << 12)};
   };
-  if (is_key) {
-    for (int d = 0; d < head_dim; d += 4) panel[d / 4 * kPanelTokens + lane] = word(d, 1);
-    return;
-  }
-  Int4* row = panel + std::int64_t{lane} * num_groups(head_dim) * kGroupWords;
-  for (int g = 0; g < num_groups(head_dim); ++g) {
-    for (int j = 0; j < kGroupWords; ++j) row[g * kGroupWords + j] = word(g * kGroupDim + j, kGroupWords);
+  const int num_words = num_groups(head_dim) * kGroupWords;
+  for (int i = 0; i < num_words; ++i) {
+    const int d = is_key ? 4 * i : i / kGroupWords * kGroupDim + i % kGroupWords;
+    panel[place_of_item(i, num_words, lane, is_key)] = word(d, is_key ? 1 : kGroupWords);
   }
 }
 
@@ -122,7 +128,7 @@ void store_head(char* part, const LayerView& layer, Place place, const char* sou
   const int head_dim = layer.head_dim;
   const std::int64_t token_bytes = code_bytes(dtype_of<T>, head_dim);
   T* panel = reinterpret_cast<T*>(part + place.panel * kPanelTokens * token_bytes);
-  if constexpr (!Format<T>::has_scale) {
+  if constexpr (!Format<T>::is_quantised) {
     T codes[kMaxHeadDim];
     convert(source, wire_dtype, codes, dtype_of<T>, head_dim);
     write_codes(panel, codes, head_dim, place.lane, is_key);
@@ -134,7 +140,7 @@ void store_head(char* part, const LayerView& layer, Place place, const char* sou
     Scale* scales =
         reinterpret_cast<Scale*>(part + layer.block_size * token_bytes) + place.panel * kPanelTokens + place.lane;
     if constexpr (Format<T>::has_minimum) {
-      std::uint8_t codes[kMaxHeadDim] = {};
+      std::uint8_t codes[kMaxHeadDim] = {};  // 0 beyond head_dim
       const int groups = num_groups(head_dim);
       for (int g = 0; g < groups; ++g) {
         const int d = g * kGroupDim, count = head_dim - d < kGroupDim ? head_dim - d : kGroupDim;

@@ -22,18 +22,31 @@ Vec load(const BFloat16* p) {
   return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_bits(p)), 16))};
 }
 
-Vec load(const Int8* p) {
-  const __m128i codes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
-  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(codes))};
-}
-
-struct Words {
+struct Pairs {
   __m256i v;
 };
-Words load_words(const Int4* p) { return {_mm256_cvtepu16_epi32(load_bits(p))}; }
-Vec nibble(Words words, int index) {
-  return {_mm256_cvtepi32_ps(_mm256_and_si256(words.v, _mm256_set1_epi32(15 << 4 * index)))};
+Pairs load_pairs(const Int8* p) { return {_mm256_cvtepi8_epi16(load_bits(p))}; }
+Pairs load_pairs(const Int4* p) { return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))}; }
+Pairs broadcast_pair(const std::int16_t* p) {
+  std::int32_t pair;
+  __builtin_memcpy(&pair, p, sizeof pair);
+  return {_mm256_set1_epi32(pair)};
 }
+Pairs nibbles(Pairs words, int index) {
+  const __m256i shifted = _mm256_srli_epi16(words.v, 4 * index);
+  return {index == 3 ? shifted : _mm256_and_si256(shifted, _mm256_set1_epi16(15))};
+}
+
+struct Sum {
+  __m256i v;
+};
+Sum zero_sum() { return {_mm256_setzero_si256()}; }
+Sum add_dot(Sum sum, Pairs a, Pairs b) {
+  sum.v = _mm256_add_epi32(sum.v, _mm256_madd_epi16(a.v, b.v));
+  asm("" : "+x"(sum.v));  // else GCC adds the products up in another order, for which registers are too few
+  return sum;
+}
+Vec to_float(Sum sum) { return {_mm256_cvtepi32_ps(sum.v)}; }
 
 // Integer rounding to nearest even; NaN is made quiet instead, as rounding could turn it into infinity.
 __m128i bfloat16_bits(__m256 x) {
@@ -50,6 +63,10 @@ __m128i bfloat16_bits(__m256 x) {
 void store(float* p, Vec x) { _mm256_storeu_ps(p, x.v); }
 void store(Half* p, Vec x) { store_bits(p, _mm256_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT)); }
 void store(BFloat16* p, Vec x) { store_bits(p, bfloat16_bits(x.v)); }
+void store_rounded(std::int16_t* p, Vec x) {
+  const __m256i wide = _mm256_cvtps_epi32(x.v);
+  store_bits(p, _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1)));
+}
 
 Vec broadcast(float x) { return {_mm256_set1_ps(x)}; }
 Vec add(Vec a, Vec b) { return {_mm256_add_ps(a.v, b.v)}; }

@@ -28,14 +28,6 @@ Vec load_part(const float* p, int count) { return {_mm512_maskz_loadu_ps(first(c
 Vec load_part(const Half* p, int count) { return {half_to_float(_mm256_maskz_loadu_epi16(first(count), p))}; }
 Vec load_part(const BFloat16* p, int count) { return {bfloat16_to_float(_mm256_maskz_loadu_epi16(first(count), p))}; }
 
-Vec load(const Int8* p) {
-  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
-}
-
-Vec load_part(const Int8* p, int count) {
-  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(first(count), p)))};
-}
-
 __m256i join_words(const void* low, const void* high) {
   const __m128i bits = _mm_loadu_si128(static_cast<const __m128i*>(low));
   return _mm256_inserti128_si256(_mm256_castsi128_si256(bits), _mm_loadu_si128(static_cast<const __m128i*>(high)), 1);
@@ -46,25 +38,45 @@ Vec load_halves(const float* low, const float* high) {
 }
 Vec load_halves(const Half* low, const Half* high) { return {half_to_float(join_words(low, high))}; }
 Vec load_halves(const BFloat16* low, const BFloat16* high) { return {bfloat16_to_float(join_words(low, high))}; }
-Vec load_halves(const Int8* low, const Int8* high) {
-  const __m128i first_codes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(low));
-  const __m128i codes =
-      _mm_castps_si128(_mm_loadh_pi(_mm_castsi128_ps(first_codes), reinterpret_cast<const __m64*>(high)));
-  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes))};
-}
 
-struct Words {
+struct Pairs {
   __m512i v;
 };
-Words load_word_halves(const Int4* low, const Int4* high) { return {_mm512_cvtepu16_epi32(join_words(low, high))}; }
-Vec nibble(Words words, int index) {
-  return {_mm512_cvtepi32_ps(_mm512_and_si512(words.v, _mm512_set1_epi32(15 << 4 * index)))};
+__m256i load_bits(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+Pairs load_pairs(const Int8* p) { return {_mm512_cvtepi8_epi16(load_bits(p))}; }
+Pairs load_pairs_part(const Int8* p, int count) {
+  const __mmask32 codes = static_cast<__mmask32>((std::uint64_t{1} << 2 * count) - 1u);
+  return {_mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(codes, p))};
 }
-Vec nibble_pair(Words words, int index) {
-  const __m512i low = _mm512_set1_epi32(15 << 8 * index);
-  const __m512i mask = _mm512_mask_slli_epi32(low, 0xff00, low, 4);
-  return {_mm512_cvtepi32_ps(_mm512_and_si512(words.v, mask))};
+Pairs load_pair_halves(const Int8* low, const Int8* high) { return {_mm512_cvtepi8_epi16(join_words(low, high))}; }
+Pairs load_pair_halves(const Int4* low, const Int4* high) {
+  return {_mm512_inserti64x4(_mm512_castsi256_si512(load_bits(low)), load_bits(high), 1)};
 }
+Pairs broadcast_pair(const std::int16_t* p) {
+  std::int32_t pair;
+  __builtin_memcpy(&pair, p, sizeof pair);
+  return {_mm512_set1_epi32(pair)};
+}
+Pairs nibbles(Pairs words, int index) {
+  return {_mm512_and_si512(_mm512_srli_epi16(words.v, static_cast<unsigned>(4 * index)), _mm512_set1_epi16(15))};
+}
+Pairs nibbles_twice(const Int4* p, int index) {
+  const __m512i words = _mm512_broadcast_i64x4(load_bits(p));
+  const __m512i low = _mm512_srli_epi16(words, static_cast<unsigned>(8 * index));
+  const __m512i both = _mm512_mask_srli_epi16(low, 0xffff0000u, low, 4);
+  return {_mm512_and_si512(both, _mm512_set1_epi16(15))};
+}
+
+struct Sum {
+  __m512i v;
+};
+Sum zero_sum() { return {_mm512_setzero_si512()}; }
+Sum add_dot(Sum sum, Pairs a, Pairs b) {
+  sum.v = _mm512_add_epi32(sum.v, _mm512_madd_epi16(a.v, b.v));
+  asm("" : "+v"(sum.v));  // else GCC adds the products up in another order, for which registers are too few
+  return sum;
+}
+Vec to_float(Sum sum) { return {_mm512_cvtepi32_ps(sum.v)}; }
 
 __m256i half_bits(__m512 x) { return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT); }
 
@@ -81,6 +93,10 @@ __m256i bfloat16_bits(__m512 x) {
 void store(float* p, Vec x) { _mm512_storeu_ps(p, x.v); }
 void store(Half* p, Vec x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), half_bits(x.v)); }
 void store(BFloat16* p, Vec x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), bfloat16_bits(x.v)); }
+
+void store_rounded(std::int16_t* p, Vec x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(x.v)));
+}
 
 void store_part(float* p, Vec x, int count) { _mm512_mask_storeu_ps(p, first(count), x.v); }
 void store_part(Half* p, Vec x, int count) { _mm256_mask_storeu_epi16(p, first(count), half_bits(x.v)); }

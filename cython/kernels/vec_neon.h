@@ -17,18 +17,32 @@ Vec load(const float* p) { return {vld1q_f32(p)}; }
 Vec load(const Half* p) { return {vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&p->bits)))}; }
 Vec load(const BFloat16* p) { return {vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(vld1_u16(&p->bits)), 16))}; }
 
-Vec load(const Int8* p) {
-  std::int32_t four;
-  __builtin_memcpy(&four, p, sizeof four);
-  const int16x8_t codes = vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four)));
-  return {vcvtq_f32_s32(vmovl_s16(vget_low_s16(codes)))};
+struct Pairs {
+  int16x8_t v;
+};
+Pairs load_pairs(const Int8* p) { return {vmovl_s8(vld1_s8(&p->code))}; }
+Pairs load_pairs(const Int4* p) { return {vreinterpretq_s16_u16(vld1q_u16(&p->codes))}; }
+Pairs broadcast_pair(const std::int16_t* p) {
+  std::int32_t pair;
+  __builtin_memcpy(&pair, p, sizeof pair);
+  return {vreinterpretq_s16_s32(vdupq_n_s32(pair))};
+}
+Pairs nibbles(Pairs words, int index) {
+  const uint16x8_t shifted = vshlq_u16(vreinterpretq_u16_s16(words.v), vdupq_n_s16(static_cast<std::int16_t>(-4 * index)));
+  return {vreinterpretq_s16_u16(vandq_u16(shifted, vdupq_n_u16(15)))};
 }
 
-struct Words {
-  uint32x4_t v;
+struct Sum {
+  int32x4_t v;
 };
-Words load_words(const Int4* p) { return {vmovl_u16(vld1_u16(&p->codes))}; }
-Vec nibble(Words words, int index) { return {vcvtq_f32_u32(vandq_u32(words.v, vdupq_n_u32(15u << 4 * index)))}; }
+Sum zero_sum() { return {vdupq_n_s32(0)}; }
+Sum add_dot(Sum sum, Pairs a, Pairs b) {
+  const int32x4_t low = vmull_s16(vget_low_s16(a.v), vget_low_s16(b.v)), high = vmull_high_s16(a.v, b.v);
+  sum.v = vaddq_s32(sum.v, vpaddq_s32(low, high));
+  asm("" : "+w"(sum.v));  // else GCC adds the products up in another order, for which registers are too few
+  return sum;
+}
+Vec to_float(Sum sum) { return {vcvtq_f32_s32(sum.v)}; }
 
 // Integer rounding to nearest even; NaN is made quiet instead, as rounding could turn it into infinity.
 uint16x4_t bfloat16_bits(float32x4_t x) {
@@ -42,6 +56,7 @@ uint16x4_t bfloat16_bits(float32x4_t x) {
 void store(float* p, Vec x) { vst1q_f32(p, x.v); }
 void store(Half* p, Vec x) { vst1_u16(&p->bits, vreinterpret_u16_f16(vcvt_f16_f32(x.v))); }
 void store(BFloat16* p, Vec x) { vst1_u16(&p->bits, bfloat16_bits(x.v)); }
+void store_rounded(std::int16_t* p, Vec x) { vst1_s16(p, vmovn_s32(vcvtnq_s32_f32(x.v))); }
 
 Vec broadcast(float x) { return {vdupq_n_f32(x)}; }
 Vec add(Vec a, Vec b) { return {vaddq_f32(a.v, b.v)}; }

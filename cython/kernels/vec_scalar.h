@@ -3,13 +3,18 @@
 //
 // Every vec_<isa>.h has the same names. T is float, Half or BFloat16.
 //   load(const T*), store(T*, Vec)          Vec::width values; Half and BFloat16 are converted, to nearest even
-//   load(const Int8*)                       codes as floats
-//   load_words(const Int4*)                 Vec::width words of four codes
-//   nibble(words, i)                        code i of each word times 16^i: masked, not shifted
+//   store_rounded(int16_t*, Vec)            to the nearest integer, to even; values within +-32767
+//   Pairs                                   Vec::width lanes of two 16-bit integers
+//   load_pairs(const Int8*)                 2 Vec::width codes
+//   load_pairs(const Int4*)                 2 Vec::width words of four codes
+//   nibbles(words, i)                       code i of each word
+//   broadcast_pair(const int16_t*)          the same two in all lanes
+//   Sum                                     Vec::width 32-bit integers
+//   add_dot(sum, a, b)                      sum + a[0] b[0] + a[1] b[1] in each lane
 //   Only where width is 16, of which 8 are sometimes needed or two runs of 8 are joined:
-//   load_part, store_part                   the first `count` values
-//   load_halves, load_word_halves           two runs of 8
-//   nibble_pair(words, i)                   codes 2 i of the lower, 2 i + 1 of the upper words, times 16^that
+//   load_part, store_part, load_pairs_part  the first `count` values or lanes
+//   load_halves, load_pair_halves           two runs of 8
+//   nibbles_twice(p, i)                     of 8 lanes of words: codes 2 i in the lower, 2 i + 1 in the upper lanes
 //   fma(a, b, c) = a * b + c, in one rounding where the processor has it
 //   max(a, b): b where a or b is NaN
 //   saturate(x, limit): finite x clamped to +-limit, infinities and NaN kept
@@ -28,7 +33,8 @@ typedef float Floats __attribute__((vector_size(16)));
 typedef std::uint32_t Bits __attribute__((vector_size(16)));
 typedef std::int32_t Ints __attribute__((vector_size(16)));
 typedef std::uint16_t Shorts __attribute__((vector_size(8)));
-typedef std::int8_t Bytes __attribute__((vector_size(4)));
+typedef std::int16_t Halves __attribute__((vector_size(16)));
+typedef std::int8_t Bytes __attribute__((vector_size(8)));
 
 struct Vec {
   static constexpr int width = 4;
@@ -78,13 +84,25 @@ Bits float_to_bfloat16(Floats x) {
 Vec load(const float* p) { return {read_memory<Floats>(p)}; }
 Vec load(const Half* p) { return {half_to_float(__builtin_convertvector(read_memory<Shorts>(p), Bits))}; }
 Vec load(const BFloat16* p) { return {(Floats)(__builtin_convertvector(read_memory<Shorts>(p), Bits) << 16)}; }
-Vec load(const Int8* p) { return {__builtin_convertvector(read_memory<Bytes>(p), Floats)}; }
 
-struct Words {
+struct Pairs {
+  Bits v;
+};
+Pairs load_pairs(const Int8* p) { return {(Bits)__builtin_convertvector(read_memory<Bytes>(p), Halves)}; }
+Pairs load_pairs(const Int4* p) { return {read_memory<Bits>(p)}; }
+Pairs broadcast_pair(const std::int16_t* p) { return {all(read_memory<std::uint32_t>(p))}; }
+Pairs nibbles(Pairs words, int index) { return {words.v >> 4 * index & 0x000f000fu}; }
+
+struct Sum {
   Ints v;
 };
-Words load_words(const Int4* p) { return {__builtin_convertvector(read_memory<Shorts>(p), Ints)}; }
-Vec nibble(Words words, int index) { return {__builtin_convertvector(words.v & (15 << 4 * index), Floats)}; }
+Sum zero_sum() { return {Ints{0, 0, 0, 0}}; }
+Sum add_dot(Sum sum, Pairs a, Pairs b) {
+  const auto low = [](Pairs x) { return (Ints)(x.v << 16) >> 16; };
+  const auto high = [](Pairs x) { return (Ints)x.v >> 16; };
+  return {sum.v + low(a) * low(b) + high(a) * high(b)};
+}
+Vec to_float(Sum sum) { return {__builtin_convertvector(sum.v, Floats)}; }
 
 void store_bits(void* p, Bits bits) {
   const Shorts halves = __builtin_convertvector(bits, Shorts);
@@ -93,6 +111,7 @@ void store_bits(void* p, Bits bits) {
 void store(float* p, Vec x) { std::memcpy(p, &x.v, sizeof x.v); }
 void store(Half* p, Vec x) { store_bits(p, float_to_half(x.v)); }
 void store(BFloat16* p, Vec x) { store_bits(p, float_to_bfloat16(x.v)); }
+void store_rounded(std::int16_t* p, Vec x) { store_bits(p, (Bits)(x.v + kRoundMagic) & 0xffffu); }
 
 Vec add(Vec a, Vec b) { return {a.v + b.v}; }
 Vec sub(Vec a, Vec b) { return {a.v - b.v}; }

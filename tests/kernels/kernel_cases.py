@@ -240,22 +240,32 @@ def _read_part(memory: np.ndarray, dtype: str, head_dim: int, block_size: int, i
         count = block_size * num_groups * PANEL
         words, rest = _as(memory[..., : 2 * count], np.uint16), _as(memory[..., 2 * count :], np.float16)
         codes = (words[..., None] >> np.arange(0, 16, 4, dtype=np.uint16) & 15).astype(np.uint8)
-        if is_key:  # [panels, words of a token, tokens of a panel, codes of a word], the last words unused
-            codes = codes.reshape(*lead, -1, num_groups * PANEL, PANEL, 4)
-            codes = np.moveaxis(codes, -2, -3).reshape(*lead, block_size, -1)
-        else:  # [tokens, groups, words, codes of a word]
+        codes = _apart(codes.reshape(*lead, count, 4), block_size, is_key)  # [tokens, words, codes of a word]
+        if not is_key:  # [tokens, groups, words, codes of a word]
             codes = np.moveaxis(codes.reshape(*lead, block_size, num_groups, PANEL, 4), -1, -2)
-            codes = codes.reshape(*lead, block_size, -1)
+        codes = codes.reshape(*lead, block_size, -1)
         scales = np.moveaxis(rest.reshape(*lead, 2, num_groups, block_size), -1, -2)
         return Codes(codes[..., :head_dim], scales[..., 0, :, :], scales[..., 1, :, :])
     item = np.dtype(np.int8) if dtype == "int8" else numpy_dtype(dtype)
     values = _as(memory[..., : block_size * head_dim * item.itemsize], item)
-    if is_key:
+    if dtype == "int8":
+        values = _apart(values[..., None], block_size, is_key)
+    elif is_key:
         values = np.moveaxis(values.reshape(*lead, -1, head_dim, PANEL), -1, -2)
     values = values.reshape(*lead, block_size, head_dim)
     if dtype != "int8":
         return values
     return Codes(values, _as(memory[..., block_size * head_dim :], np.float32)[..., None], None)
+
+
+def _apart(items: np.ndarray, block_size: int, is_key: bool) -> np.ndarray:
+    """Quantised items [..., block_size * n, size] as [..., block_size, n, size]: of K pairs of items, of V of tokens."""
+    *lead, count, size = items.shape
+    if is_key:  # [panels, pairs of items, tokens of a panel, (first, second)]
+        pairs = items.reshape(*lead, block_size // PANEL, -1, PANEL, 2, size)
+        return np.moveaxis(pairs, -3, -4).reshape(*lead, block_size, -1, size)
+    pairs = items.reshape(*lead, block_size // 2, -1, 2, size)  # [pairs of tokens, items, (first, second)]
+    return np.moveaxis(pairs, -2, -3).reshape(*lead, block_size, -1, size)
 
 
 def _as(memory: np.ndarray, dtype: np.dtype | type) -> np.ndarray:

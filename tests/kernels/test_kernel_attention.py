@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from kernel_cases import Rows, Shape, attend, fill, from_float, make_partition, to_float
 
+from fastdecode_hpc.config import QUANTISED_DTYPES
 from fastdecode_hpc.r_part.attention import DecodeAttention, StepWork, reference_attention
 
 SPAN, BLOCK = 512, 16
@@ -18,6 +19,10 @@ LENGTHS = [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, SPAN - 1, SPAN, SPAN + 1, 1700]
 ACCUMULATION = 2e-6
 TOLERANCE = {"fp32": ACCUMULATION, "fp16": 2**-11 + ACCUMULATION, "bf16": 2**-8 + ACCUMULATION}
 LSE_TOLERANCE = 4e-6  # of values up to about 10
+# With a quantised cache queries, and weights times scales, are rounded to 16 bits: to 2^-16 of the largest one. For
+# normal values (the largest of a head 3 to 4) a score is off by about 4e-5 times a normal number, a weight likewise;
+# four times that, and more, does not happen in a few thousand tokens.
+FIXED_POINT = 2e-4
 
 
 def check(rows: Rows) -> None:
@@ -27,8 +32,9 @@ def check(rows: Rows) -> None:
     for i, length in enumerate(rows.lengths):
         o, expected_lse, largest = rows.reference(i)
         error = np.abs(to_float(out[i], rows.shape.wire) - o.ravel()).max() / largest
-        assert error <= TOLERANCE[rows.shape.wire], f"{length} older tokens: {error}"
-        assert np.abs(lse[i] - expected_lse).max() <= LSE_TOLERANCE, f"{length} older tokens"
+        fixed_point = FIXED_POINT if set(QUANTISED_DTYPES) & set(rows.shape.kv_dtypes) else 0.0
+        assert error <= TOLERANCE[rows.shape.wire] + fixed_point, f"{length} older tokens: {error}"
+        assert np.abs(lse[i] - expected_lse).max() <= LSE_TOLERANCE + fixed_point, f"{length} older tokens"
 
 
 @pytest.mark.parametrize("head_dim", [8, 32, 64, 80, 128, 256])
