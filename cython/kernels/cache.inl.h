@@ -68,7 +68,8 @@ Column<T> column_of(const Panels& keys, int vec) {
   if constexpr (Vec::width > kPanelTokens) {
     return {panel(2 * vec), panel(2 * vec + 1)};
   } else {
-    const T* tokens = panel(vec * Vec::width / kPanelTokens) + vec * Vec::width % kPanelTokens * Format<T>::items_together;
+    const T* tokens =
+        panel(vec * Vec::width / kPanelTokens) + vec * Vec::width % kPanelTokens * Format<T>::items_together;
     return {tokens, tokens};
   }
 }

@@ -1,6 +1,6 @@
 // Decode attention of one row over one span of its tokens, once for all instruction sets: included after a
-// vec_<isa>.h. One pass over K and V in tiles of a few tokens (online softmax); fp32 throughout; every byte
-// of K and V is read from memory once for all query heads of its KV head.
+// vec_<isa>.h. One pass over K and V in tiles of a few tokens (online softmax), summed in fp32, within a tile of
+// quantised K or V in integers; every byte of K and V is read from memory once for all query heads of its KV head.
 #pragma once
 
 #include <math.h>
@@ -28,20 +28,20 @@ struct Partial {
 
 // One thread's memory, of `workspace_floats`. groups: of int4 along head_dim.
 struct Workspace {
-  float* queries;             // [group_size, head_dim] in fp32, times the scale of the scores
-  float* query_sums;          // [group_size, groups] sums of queries over groups
-  float* query_units;         // [group_size]
-  std::int16_t* query_codes;  // [group_size, head_dim] queries as multiples of their units
-  float* weights;             // [group_size, kTileTokens] scores, then exp(score - m)
-  float* weight_units;        // [groups, group_size]
+  float* queries;              // [group_size, head_dim] in fp32, times the scale of the scores
+  float* query_sums;           // [group_size, groups] sums of queries over groups
+  float* query_units;          // [group_size]
+  std::int16_t* query_codes;   // [group_size, head_dim] queries as multiples of their units
+  float* weights;              // [group_size, kTileTokens] scores, then exp(score - m)
+  float* weight_units;         // [groups, group_size]
   std::int16_t* weight_codes;  // [groups, group_size, kTileTokens] weights times the scales of V, in units
-  float* key_scales;          // [groups, kTileTokens] of the tile, and so on
-  float* key_minimums;        //
-  float* value_scales;        //
-  float* value_minimums;      //
-  float* minimum_sums;        // [group_size, groups] weighted sums of V's minimums
-  float* row;                 // [head_dim]
-  float* partial;             // of the newest token
+  float* key_scales;           // [groups, kTileTokens] of the tile, and so on
+  float* key_minimums;         //
+  float* value_scales;         //
+  float* value_minimums;       //
+  float* minimum_sums;         // [group_size, groups] weighted sums of V's minimums
+  float* row;                  // [head_dim]
+  float* partial;              // of the newest token
 
   Workspace(const AttendArgs& args, float* floats) {
     const int group_size = args.group_size, head_dim = args.head_dim, groups = num_groups(head_dim);

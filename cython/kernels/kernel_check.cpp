@@ -47,7 +47,7 @@ struct Case {
   int num_rows, num_kv_heads, group_size, head_dim, block_size, recent_block_size, window, span;
   bool has_recent;
   std::int32_t key_dtype, value_dtype, recent_key_dtype, recent_value_dtype, wire_dtype;
-  int special;  // of how many values one is unusual; 0: none
+  int special;     // of how many values one is unusual; 0: none
   bool can_break;  // unusual values include infinities and NaN
 };
 
@@ -243,7 +243,7 @@ class Check {
         const std::int64_t width = 2 * c_.num_kv_heads * c_.head_dim, begin = (first - problem_.firsts[r]) * width;
         const std::vector<float> rows(all.begin() + begin, all.begin() + begin + width * places.size());
         const std::vector<char> wire = on_wire(rows, c_.wire_dtype);
-        const StoreArgs args = {stores_[cache].layer, places.data(),    wire.data(), width * wire_bytes(c_.wire_dtype),
+        const StoreArgs args = {stores_[cache].layer, places.data(), wire.data(), width * wire_bytes(c_.wire_dtype),
                                 c_.num_kv_heads,      c_.wire_dtype};
         for (std::size_t i = 0; i < places.size(); ++i) kernels_.store_row(args, i);
       }

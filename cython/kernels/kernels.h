@@ -3,14 +3,17 @@
 //
 // A block of the KV cache is [layer of the group, KV head, (K, V)], each part contiguous; offsets are 64-bit bytes.
 // Values are quantised or not by part; kPanelTokens tokens are a panel:
-//   K codes  [block_size / 8][head_dim][8 tokens]     a vector of tokens at one d: scores need no horizontal sums
-//   V codes  [block_size][head_dim]                   a vector along head_dim of one token
-//   int8     then float scale [block_size]            value = scale * code
-//   int4     then half scale [groups][block_size], half minimum [groups][block_size]; value = minimum + scale * code;
-//            a group is 32 values along head_dim. 16-bit words hold four codes, the first in the low bits:
-//            K words [block_size / 8][8 groups][8 tokens], the first head_dim / 4 of a token used; the codes of a word
-//            follow each other along head_dim;
-//            V words [block_size][groups][8], code i of word j is value 8 i + j of its group
+//   K        [block_size / 8][head_dim][8 tokens]     a vector of tokens at one d: scores need no horizontal sums
+//   V        [block_size][head_dim]                   a vector along head_dim of one token
+// Quantised, two numbers that are multiplied and added in one instruction lie together: of K two neighbours along
+// head_dim, of V two tokens.
+//   int8     K codes [block_size / 8][head_dim / 2][8 tokens][2], V codes [block_size / 2][head_dim][2 tokens]
+//            then float scale [block_size]            value = scale * code
+//   int4     16-bit words hold four codes, the first in the low bits; a group is 32 values along head_dim:
+//            K words [block_size / 8][4 groups][8 tokens][2], the first head_dim / 4 of a token used; the codes of a
+//            word follow each other along head_dim;
+//            V words [block_size / 2][groups][8][2 tokens], code i of word j is value 8 i + j of its group
+//            then half scale [groups][block_size], half minimum [groups][block_size]; value = minimum + scale * code
 #pragma once
 
 #include <cstdint>

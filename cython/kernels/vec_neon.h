@@ -28,7 +28,8 @@ Pairs broadcast_pair(const std::int16_t* p) {
   return {vreinterpretq_s16_s32(vdupq_n_s32(pair))};
 }
 Pairs nibbles(Pairs words, int index) {
-  const uint16x8_t shifted = vshlq_u16(vreinterpretq_u16_s16(words.v), vdupq_n_s16(static_cast<std::int16_t>(-4 * index)));
+  const uint16x8_t shifted =
+      vshlq_u16(vreinterpretq_u16_s16(words.v), vdupq_n_s16(static_cast<std::int16_t>(-4 * index)));
   return {vreinterpretq_s16_u16(vandq_u16(shifted, vdupq_n_u16(15)))};
 }
 

@@ -88,7 +88,7 @@ Vec load(const BFloat16* p) { return {(Floats)(__builtin_convertvector(read_memo
 struct Pairs {
   Bits v;
 };
-Pairs load_pairs(const Int8* p) { return {(Bits)__builtin_convertvector(read_memory<Bytes>(p), Halves)}; }
+Pairs load_pairs(const Int8* p) { return {(Bits) __builtin_convertvector(read_memory<Bytes>(p), Halves)}; }
 Pairs load_pairs(const Int4* p) { return {read_memory<Bits>(p)}; }
 Pairs broadcast_pair(const std::int16_t* p) { return {all(read_memory<std::uint32_t>(p))}; }
 Pairs nibbles(Pairs words, int index) { return {words.v >> 4 * index & 0x000f000fu}; }

@@ -259,8 +259,8 @@ def _read_part(memory: np.ndarray, dtype: str, head_dim: int, block_size: int, i
 
 
 def _apart(items: np.ndarray, block_size: int, is_key: bool) -> np.ndarray:
-    """Quantised items [..., block_size * n, size] as [..., block_size, n, size]: of K pairs of items, of V of tokens."""
-    *lead, count, size = items.shape
+    """Quantised items [..., block_size * n, size] as [..., block_size, n, size]: K in pairs of items, V of tokens."""
+    *lead, _, size = items.shape
     if is_key:  # [panels, pairs of items, tokens of a panel, (first, second)]
         pairs = items.reshape(*lead, block_size // PANEL, -1, PANEL, 2, size)
         return np.moveaxis(pairs, -3, -4).reshape(*lead, block_size, -1, size)
