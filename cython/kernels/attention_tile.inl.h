@@ -66,7 +66,7 @@ void for_head_runs(int num_heads, F f) {
 }
 
 // Asks for the memory of what comes next a few lines at a time, so that it arrives while this is computed: V while K is
-// scored, K of the next tile while V is added. A core drops what it is asked for faster than memory answers.
+// scored, K of the next tile while V is added.
 class Fetcher {
  public:
   // Plans `num_calls` calls; without a tile they do nothing.
@@ -77,35 +77,23 @@ class Fetcher {
     std::int64_t lines = 0;
     for (int r = 0; r < num_runs_; ++r) lines += (runs_[r].stop - runs_[r].first + kLine - 1) / kLine;
     next_run();
-    // What is no multiple of the calls comes first, if it is little.
-    const int left = lines < kAtOnce ? static_cast<int>(lines) : kAtOnce;
-    for (int i = 0; i < left; ++i) ask(1);
-    lines_ = static_cast<int>((lines - left + num_calls - 1) / num_calls);
+    lines_ = static_cast<int>((lines + num_calls - 1) / num_calls);
   }
 
+  // One line at a time: several at once cost fewer instructions, but memory answers later.
   __attribute__((always_inline)) void operator()() {
-    if (lines_ == 4) {
-      ask(4);
-    } else if (lines_ == 2) {
-      ask(2);
-    } else {
-      for (int i = lines_; i > 0; --i) ask(1);
+    for (int i = lines_; i > 0; --i) {
+      __builtin_prefetch(at_);
+      at_ += kLine;
+      if (__builtin_expect(at_ >= stop_, 0)) next_run();
     }
   }
 
  private:
-  static constexpr int kLine = 64, kNear = 1024, kAtOnce = 8;
+  static constexpr int kLine = 64, kNear = 1024;
   struct Run {
     const char *first, *stop;
   };
-
-  // A run that is no multiple of `count` lines is left a little late: what follows it is of the same block.
-  __attribute__((always_inline)) void ask(int count) {
-#pragma GCC unroll 4
-    for (int i = 0; i < count; ++i) __builtin_prefetch(at_ + i * kLine);
-    at_ += count * kLine;
-    if (__builtin_expect(at_ >= stop_, 0)) next_run();
-  }
 
   // Panels that follow each other closely become one run, with the scales in between.
   void add(const char* first, std::int64_t bytes) {
@@ -121,7 +109,7 @@ class Fetcher {
       at_ = runs_[run_].first;
       stop_ = runs_[run_++].stop;
     } else {
-      lines_ = 0;
+      lines_ = 0;  // all has been asked for
     }
   }
 
