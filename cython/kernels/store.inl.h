@@ -32,21 +32,26 @@ float poison(const float* x, int count) {
   return reduce_add(sum);
 }
 
-// The nearest integer, to even, in the low bits; defined for every float.
-std::uint32_t round_bits(float x) {
-  const float magic = x + kRoundMagic;
-  std::uint32_t bits;
-  memcpy(&bits, &magic, sizeof bits);
-  return bits;
-}
-
 // 1 / scale; 0 where the scale is too small for it, as all codes are 0 then.
 float inverse_of(float scale) { return scale > 1e-30f ? 1.0f / scale : 0.0f; }
 
+// Codes of `count` values: (x - least) * inverse, from `lowest` to `highest`, to the nearest integer, to even; 0 up to
+// a whole number of vectors.
+void round_codes(const float* x, int count, float least, float inverse, float lowest, float highest,
+                 std::int16_t* codes) {
+  const Vec zero = broadcast(0.0f);
+  for (int d = 0; d < count; d += Vec::width) {
+    const Vec exact = mul(sub(load(x + d), broadcast(least)), broadcast(inverse));
+    const Vec negated = sub(zero, max(exact, broadcast(lowest)));
+    store_rounded(codes + d, sub(zero, max(negated, broadcast(-highest))));
+  }
+  for (int d = count; d % Vec::width != 0; ++d) codes[d] = 0;
+}
+
 // Symmetric, one scale for the row.
-float quantise(const float* x, int head_dim, Int8* codes) {
+float quantise(const float* x, int head_dim, std::int16_t* codes) {
   const float scale = reduce_max(largest_magnitude(x, head_dim)) / 127.0f, inverse = inverse_of(scale);
-  for (int d = 0; d < head_dim; ++d) codes[d].code = static_cast<std::int8_t>(round_bits(x[d] * inverse));
+  round_codes(x, head_dim, 0.0f, inverse, -127.0f, 127.0f, codes);
   return (inverse == 0.0f ? 0.0f : scale) + poison(x, head_dim);
 }
 
@@ -69,7 +74,7 @@ float widen(Half x) {
 }
 
 // From minimum to maximum in 15 steps.
-GroupScale quantise(const float* x, int count, std::uint8_t* codes) {
+GroupScale quantise_group(const float* x, int count, std::int16_t* codes) {
   Vec highest = broadcast(kHalfMax * -1.0f), lowest = highest;
   for (int d = 0; d < count; d += Vec::width) {
     const Vec value = load(x + d);
@@ -79,11 +84,7 @@ GroupScale quantise(const float* x, int count, std::uint8_t* codes) {
   const Half minimum = round_half(-reduce_max(lowest));
   const float least = widen(minimum), invalid = poison(x, count);
   const Half scale = round_half((reduce_max(highest) - least) / 15.0f + invalid);
-  const float inverse = inverse_of(widen(scale));
-  for (int d = 0; d < count; ++d) {
-    const float code = (x[d] - least) * inverse;
-    codes[d] = static_cast<std::uint8_t>(round_bits(code < 0.0f ? 0.0f : code > 15.0f ? 15.0f : code) & 15u);
-  }
+  round_codes(x, count, least, inverse_of(widen(scale)), 0.0f, 15.0f, codes);
   return {scale, minimum};
 }
 
@@ -96,25 +97,38 @@ void write_codes(T* panel, const T* codes, int head_dim, int lane, bool is_key) 
   for (int d = 0; d < head_dim; ++d) panel[d * kPanelTokens + lane] = codes[d];
 }
 
-// Where item i of a token's `count` quantised items lies in its panel: of K in pairs of items, of V in pairs of tokens.
-int place_of_item(int i, int count, int lane, bool is_key) {
-  return is_key ? (i / 2 * kPanelTokens + lane) * 2 + i % 2 : (lane / 2 * count + i) * 2 + lane % 2;
-}
-
-void write_codes(Int8* panel, const Int8* codes, int head_dim, int lane, bool is_key) {
-  for (int d = 0; d < head_dim; ++d) panel[place_of_item(d, head_dim, lane, is_key)] = codes[d];
-}
-
-void write_codes(Int4* panel, const std::uint8_t* codes, int head_dim, int lane, bool is_key) {
-  const auto word = [&](int d, int step) {
-    return Int4{static_cast<std::uint16_t>(codes[d] | codes[d + step] << 4 | codes[d + 2 * step] << 8 |
-                                           codes[d + 3 * step] << 12)};
-  };
-  const int num_words = num_groups(head_dim) * kGroupWords;
-  for (int i = 0; i < num_words; ++i) {
-    const int d = is_key ? 4 * i : i / kGroupWords * kGroupDim + i % kGroupWords;
-    panel[place_of_item(i, num_words, lane, is_key)] = word(d, is_key ? 1 : kGroupWords);
+// Quantised items of one token, into its panel: of K in pairs of items, of V in pairs of tokens.
+template <class T>
+void write_items(T* panel, const T* items, int count, int lane, bool is_key) {
+  if (is_key) {
+    T* target = panel + 2 * lane;
+    for (int i = 0; i < count; i += 2, target += 2 * kPanelTokens) memcpy(target, items + i, 2 * sizeof(T));
+  } else {
+    T* target = panel + std::int64_t{lane / 2} * count * 2 + lane % 2;
+    for (int i = 0; i < count; ++i) target[2 * i] = items[i];
   }
+}
+
+void write_codes(Int8* panel, const std::int16_t* codes, int head_dim, int lane, bool is_key) {
+  Int8 items[kMaxHeadDim];
+  for (int d = 0; d < head_dim; ++d) items[d].code = static_cast<std::int8_t>(codes[d]);
+  write_items(panel, items, head_dim, lane, is_key);
+}
+
+void write_codes(Int4* panel, const std::int16_t* codes, int head_dim, int lane, bool is_key) {
+  Int4 words[kMaxHeadDim / 4];
+  const int num_words = num_groups(head_dim) * kGroupWords;
+  const auto join = [&](Int4& word, const std::int16_t* first, int step) {
+    word.codes = static_cast<std::uint16_t>(first[0] | first[step] << 4 | first[2 * step] << 8 | first[3 * step] << 12);
+  };
+  if (is_key) {
+    for (int i = 0; i < num_words; ++i) join(words[i], codes + 4 * i, 1);
+  } else {
+    for (int g = 0; g < num_words; g += kGroupWords) {
+      for (int i = 0; i < kGroupWords; ++i) join(words[g + i], codes + 4 * g + i, kGroupWords);
+    }
+  }
+  write_items(panel, words, num_words, lane, is_key);
 }
 
 void pad_row(float* values, int head_dim) {
@@ -139,21 +153,19 @@ void store_head(char* part, const LayerView& layer, Place place, const char* sou
     using Scale = typename Format<T>::Scale;
     Scale* scales =
         reinterpret_cast<Scale*>(part + layer.block_size * token_bytes) + place.panel * kPanelTokens + place.lane;
+    std::int16_t codes[kMaxHeadDim + Vec::width] = {};  // 0 beyond head_dim
     if constexpr (Format<T>::has_minimum) {
-      std::uint8_t codes[kMaxHeadDim] = {};  // 0 beyond head_dim
       const int groups = num_groups(head_dim);
       for (int g = 0; g < groups; ++g) {
         const int d = g * kGroupDim, count = head_dim - d < kGroupDim ? head_dim - d : kGroupDim;
-        const GroupScale group = quantise(values + d, count, codes + d);
+        const GroupScale group = quantise_group(values + d, count, codes + d);
         scales[g * layer.block_size] = group.scale;
         scales[(groups + g) * layer.block_size] = group.minimum;
       }
-      write_codes(panel, codes, head_dim, place.lane, is_key);
     } else {
-      Int8 codes[kMaxHeadDim];
       *scales = quantise(values, head_dim, codes);
-      write_codes(panel, codes, head_dim, place.lane, is_key);
     }
+    write_codes(panel, codes, head_dim, place.lane, is_key);
   }
 }
 
