@@ -14,24 +14,25 @@ using fastdecode::LayerView;
 constexpr int kTilePanels = kTileTokens / kPanelTokens;
 constexpr int kTileVecs = kTileTokens / Vec::width;
 
-// How a type's values come about. Codes, or words of codes, of quantised types lie in pairs.
+// How a type's values come about.
 template <class T>
 struct Format {
   static constexpr bool is_quantised = false, has_minimum = false;
-  static constexpr int items_together = 1;
 };
 template <>
 struct Format<Int8> {
   static constexpr bool is_quantised = true, has_minimum = false;
-  static constexpr int items_together = 2;
   using Scale = float;
 };
 template <>
 struct Format<Int4> {
   static constexpr bool is_quantised = true, has_minimum = true;
-  static constexpr int items_together = 2;
   using Scale = Half;
 };
+
+// Codes, or words of codes, of quantised types lie in pairs.
+template <class T>
+constexpr int items_together = Format<T>::is_quantised ? 2 : 1;
 
 // Panels that hold the next tokens of a span. Unused ones repeat the last, so that they can be read.
 struct Tile {
@@ -68,8 +69,7 @@ Column<T> column_of(const Panels& keys, int vec) {
   if constexpr (Vec::width > kPanelTokens) {
     return {panel(2 * vec), panel(2 * vec + 1)};
   } else {
-    const T* tokens =
-        panel(vec * Vec::width / kPanelTokens) + vec * Vec::width % kPanelTokens * Format<T>::items_together;
+    const T* tokens = panel(vec * Vec::width / kPanelTokens) + vec * Vec::width % kPanelTokens * items_together<T>;
     return {tokens, tokens};
   }
 }
@@ -77,13 +77,17 @@ Column<T> column_of(const Panels& keys, int vec) {
 // Row `row` of the column: of values, or of pairs.
 template <class T>
 auto load_column(const Column<T>& column, std::int64_t row) {
-  const std::int64_t offset = row * kPanelTokens * Format<T>::items_together;
+  const std::int64_t offset = row * kPanelTokens * items_together<T>;
   if constexpr (Vec::width > kPanelTokens) {
-    if constexpr (Format<T>::is_quantised) return load_pair_halves(column.low + offset, column.high + offset);
-    if constexpr (!Format<T>::is_quantised) return load_halves(column.low + offset, column.high + offset);
+    if constexpr (Format<T>::is_quantised) {
+      return load_pair_halves(column.low + offset, column.high + offset);
+    } else {
+      return load_halves(column.low + offset, column.high + offset);
+    }
+  } else if constexpr (Format<T>::is_quantised) {
+    return load_pairs(column.low + offset);
   } else {
-    if constexpr (Format<T>::is_quantised) return load_pairs(column.low + offset);
-    if constexpr (!Format<T>::is_quantised) return load(column.low + offset);
+    return load(column.low + offset);
   }
 }
 

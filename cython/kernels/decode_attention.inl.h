@@ -142,7 +142,7 @@ void score_tile(const AttendArgs& args, const LayerView& layer, const Workspace&
   const TileScales scales = load_tile_scales<K>(tile, layer, 0, workspace.key_scales, workspace.key_minimums);
   const Panels keys(tile, 0, layer.key_dtype, head_dim);
   const QuantisedQueries queries = {workspace.query_codes, workspace.query_units, workspace.query_sums};
-  const int num_vecs = (tile.num_panels * kPanelTokens + Vec::width - 1) / Vec::width;
+  const int num_vecs = (tile.num_tokens() + Vec::width - 1) / Vec::width;
   for_head_runs(args.group_size, [&](auto heads_constant, int head) {
     constexpr int heads = decltype(heads_constant)::value;
     for_vecs<columns_at_once<K>(heads)>(num_vecs, [&](auto vecs_constant, int vec) {
@@ -212,12 +212,10 @@ void add_tile(const AttendArgs& args, const LayerView& layer, const Workspace& w
                                   acc, fetch);
       }
     };
-    constexpr int most = strip_at_once<V>(heads);
-    int d = 0;
-    for (; d + most * Vec::width <= head_dim; d += most * Vec::width) add(Count<most>{}, d, Vec::width);
-    for (; d + Vec::width <= head_dim; d += Vec::width) add(Count<1>{}, d, Vec::width);
+    const int num_vecs = head_dim / Vec::width, rest = head_dim % Vec::width;
+    for_vecs<strip_at_once<V>(heads)>(num_vecs, [&](auto vecs, int vec) { add(vecs, vec * Vec::width, Vec::width); });
     if constexpr (Vec::width > 8) {
-      if (d < head_dim) add(Count<1>{}, d, head_dim - d);
+      if (rest) add(Count<1>{}, head_dim - rest, rest);
     }
   });
 }

@@ -146,8 +146,7 @@ void add_strip(const Tile& tile, const Panels& values, const std::int16_t* weigh
   IntegerSums<heads, vecs> sums;
   const std::int64_t pair_items = 2 * values.token_bytes / std::int64_t{sizeof(T)};
   const std::int64_t first_item = Format<T>::has_minimum ? 2 * (d / kGroupDim) * kGroupWords : 2 * d;
-  const bool whole_group = vecs * Vec::width == kGroupDim;
-  const int first_vec = Format<T>::has_minimum && !whole_group ? d % kGroupDim / Vec::width : 0;
+  const int first_vec = Format<T>::has_minimum ? d % kGroupDim / Vec::width : 0;
   for (int p = 0; p < tile.num_panels; ++p) {
     const T* codes = reinterpret_cast<const T*>(values.codes[p]) + first_item;
 #pragma GCC unroll 4

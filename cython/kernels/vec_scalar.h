@@ -9,7 +9,7 @@
 //   load_pairs(const Int4*)                 2 Vec::width words of four codes
 //   nibbles(words, i)                       code i of each word
 //   broadcast_pair(const int16_t*)          the same two in all lanes
-//   Sum                                     Vec::width 32-bit integers
+//   Sum, zero_sum(), to_float(Sum)          Vec::width 32-bit integers; all 0; as floats
 //   add_dot(sum, a, b)                      sum + a[0] b[0] + a[1] b[1] in each lane
 //   Only where width is 16, of which 8 are sometimes needed or two runs of 8 are joined:
 //   load_part, store_part, load_pairs_part  the first `count` values or lanes
