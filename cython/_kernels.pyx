@@ -21,7 +21,7 @@ CACHE_DTYPES = {**DTYPES, "int8": 3, "int4": 4}
 cdef (const char*)[3] FORMATS = [b"f", b"e", b"H"]  # how NumPy arrays of the wire's types describe themselves
 cdef int[3] ITEM_BYTES = [4, 2, 2]
 cdef int64_t PAGE_BYTES = 4096
-cdef int64_t MIN_STORE_BYTES = 1 << 17  # of K and V for each thread; below, starting it costs more
+cdef int64_t MIN_PARALLEL_VALUES = 1 << 16  # of K and V; to store fewer, starting threads costs more
 cdef int64_t LINE_FLOATS = 16  # of a cache line
 
 cdef const Kernels* active = available(num_available() - 1)
@@ -181,9 +181,8 @@ cdef class CacheView:
         args.num_kv_heads, args.wire_dtype = self.num_kv_heads, checked.dtype
         cdef int64_t row
         cdef int64_t num_rows = checked.num_rows
-        cdef int64_t limit = num_rows * self.layer_bytes // self.view.block_size // MIN_STORE_BYTES
         # All threads or one: a smaller team makes the OpenMP runtime end threads and start them anew.
-        cdef int threads = num_threads if limit >= 2 else 1
+        cdef int threads = num_threads if num_rows * width >= MIN_PARALLEL_VALUES else 1
         cdef const Kernels* kernels = active
         for row in prange(num_rows, nogil=True, schedule="static", num_threads=threads):
             kernels.store_row(args, row)

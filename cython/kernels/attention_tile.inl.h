@@ -75,22 +75,27 @@ class Fetcher {
     const Panels panels(*tile, part_bytes, dtype, head_dim);
     for (int p = 0; p < tile->num_panels; ++p) add(panels.codes[p], panels.token_bytes * kPanelTokens);
     std::int64_t lines = 0;
-    for (int r = 0; r < num_runs_; ++r) lines += (runs_[r].stop - runs_[r].first + kLine - 1) / kLine;
+    for (int r = 0; r < num_runs_; ++r) lines += (runs_[r].stop - runs_[r].first + kLineBytes - 1) / kLineBytes;
     next_run();
     lines_ = static_cast<int>((lines + num_calls - 1) / num_calls);
   }
 
-  // One line at a time: several at once cost fewer instructions, but memory answers later.
   __attribute__((always_inline)) void operator()() {
+    const char *at = at_, *stop = stop_;
     for (int i = lines_; i > 0; --i) {
-      __builtin_prefetch(at_);
-      at_ += kLine;
-      if (__builtin_expect(at_ >= stop_, 0)) next_run();
+      __builtin_prefetch(at);
+      at += kLineBytes;
+      if (__builtin_expect(at >= stop, 0)) {
+        next_run();
+        at = at_;
+        stop = stop_;
+      }
     }
+    at_ = at;
   }
 
  private:
-  static constexpr int kLine = 64, kNear = 1024;
+  static constexpr int kNear = 1024;
   struct Run {
     const char *first, *stop;
   };

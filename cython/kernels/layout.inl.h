@@ -8,6 +8,7 @@ namespace {
 
 using fastdecode::kGroupDim;
 
+constexpr int kLineBytes = 64;  // of a cache line
 constexpr int kGroupWords = 8;  // words of four codes that hold one group of int4
 
 template <class T>
@@ -44,6 +45,9 @@ constexpr std::int64_t scale_bytes(std::int32_t dtype, int head_dim) {
 }
 
 // Whole cache lines, so that two threads never write to the same one.
-constexpr std::int64_t round_to_line(std::int64_t floats) { return (floats + 15) / 16 * 16; }
+constexpr std::int64_t round_to_line(std::int64_t floats) {
+  constexpr int line = kLineBytes / sizeof(float);
+  return (floats + line - 1) / line * line;
+}
 
 }  // namespace

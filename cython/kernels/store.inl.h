@@ -175,6 +175,16 @@ using StoreHead = void (*)(char*, const LayerView&, Place, const char*, std::int
 constexpr StoreHead kStores[5] = {store_head<float>, store_head<Half>, store_head<BFloat16>, store_head<Int8>,
                                   store_head<Int4>};
 
+// Asks for the lines that one token's K or V goes to. A token of K has items in every line of its panel.
+void fetch_target(const char* part, const LayerView& layer, Place place, std::int32_t dtype, bool is_key) {
+  const std::int64_t codes = code_bytes(dtype, layer.head_dim), scales = scale_bytes(dtype, layer.head_dim);
+  const int lanes = is_key ? kPanelTokens : scales ? 2 : 1;  // tokens that lie together
+  const char* first = part + (place.panel * kPanelTokens + place.lane / lanes * lanes) * codes;
+  for (std::int64_t i = 0; i < lanes * codes; i += kLineBytes) __builtin_prefetch(first + i, 1);
+  const char* first_scale = part + layer.block_size * codes;
+  for (std::int64_t i = 0; i < layer.block_size * scales; i += kLineBytes) __builtin_prefetch(first_scale + i, 1);
+}
+
 void store_row(const StoreArgs& args, std::int64_t row) {
   const auto& layer = args.layer;
   const std::int64_t block = args.places[row] / layer.block_size;
@@ -184,11 +194,11 @@ void store_row(const StoreArgs& args, std::int64_t row) {
   const char* source = args.rows + row * args.row_bytes;
   char* block_keys = layer.keys + block * layer.block_bytes;
   for (int part = 0; part < 2; ++part) {  // K, V
-    const StoreHead store = kStores[part ? layer.value_dtype : layer.key_dtype];
-    for (int head = 0; head < args.num_kv_heads; ++head) {
-      char* target = block_keys + head * layer.head_bytes + part * layer.value_bytes;
-      store(target, layer, place, source, args.wire_dtype, part == 0);
-      source += head_bytes;
+    const std::int32_t dtype = part ? layer.value_dtype : layer.key_dtype;
+    char* target = block_keys + part * layer.value_bytes;
+    for (int head = 0; head < args.num_kv_heads; ++head, target += layer.head_bytes, source += head_bytes) {
+      if (head + 1 < args.num_kv_heads) fetch_target(target + layer.head_bytes, layer, place, dtype, part == 0);
+      kStores[dtype](target, layer, place, source, args.wire_dtype, part == 0);
     }
   }
 }
