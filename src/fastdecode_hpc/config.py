@@ -11,6 +11,7 @@ from typing import Any
 
 DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 QUANTISED_DTYPES = ("int8", "int4")
+WEIGHT_WORDS = ("auto", "equal")
 INT4_GROUP = 32  # values along head_dim that share a scale and a minimum
 
 
@@ -41,6 +42,25 @@ def parse_kv_dtype(text: str) -> tuple[str, str]:
             f"kv_dtype is {text!r}; it must be one of {', '.join(choices)}, or name both, such as k=int8,v=int4"
         )
     return parts["k"], parts["v"]
+
+
+def parse_weights(text: str) -> tuple[float, ...]:
+    """Shares of the R-workers from ``1,1,0.5``.
+
+    Raises
+    ------
+    ConfigError
+        Unless all are positive numbers.
+    """
+    try:
+        weights = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        weights = ()
+    if not weights or not all(0 < weight < float("inf") for weight in weights):
+        raise ConfigError(
+            f"r_worker_weights is {text!r}; it must be {' or '.join(WEIGHT_WORDS)}, or positive numbers such as 1,1,0.5"
+        )
+    return weights
 
 
 def kv_token_bytes(dtype: str, head_dim: int) -> int:
@@ -140,6 +160,10 @@ class RunConfig:
     """Everything a run can be told, with its default; the command line's flags are these fields."""
 
     model: str = _option("smollm2", "folder with config.json and safetensors, a .gguf file, or the name smollm2")
+    load_format: str = _option(
+        "auto", "auto: the model's own weights; dummy: random ones, of which only config.json is read",
+        choices=("auto", "dummy"),
+    )  # fmt: skip
     ranks: int | None = _option(
         None, "number of processes, rank 0 counted: 1 runs both parts in one process without MPI"
     )
@@ -158,6 +182,24 @@ class RunConfig:
     max_prefill_tokens: int = _option(512, "most prompt tokens that pass all layers between two decode steps")
     prefill_chunk_tokens: int = _option(256, "longest piece of a prompt that passes a layer at once")
     max_context_len: int | None = _option(None, "longest prompt plus output; default: the model's own limit")
+    schedule: str = _option(
+        "greedy",
+        "when prefilled sequences start to decode: as soon as they can, or so that the load of each step stays level",
+        choices=("greedy", "load-stabilizing"),
+    )
+    start_interval: int | None = _option(
+        None, "load-stabilizing: steps from one micro-batch to the next; default: from batch size and lengths"
+    )
+    load_limit: int | None = _option(
+        None,
+        "load-stabilizing: most tokens that a step may read, averaged over layers; default: from batch size and "
+        "lengths",
+    )
+    r_worker_weights: str = _option(
+        "auto",
+        "share of the load of each R-worker: auto (by measured speed), equal, or a number for each, e.g. 1,1,0.5",
+        metavar="SHARES",
+    )
     block_size: int = _option(32, "tokens in one block of the KV cache")
     kv_memory_bytes: int | None = _option(
         None,
@@ -191,7 +233,12 @@ class RunConfig:
         parse_kv_dtype(self.kv_dtype)
         for name in ("num_slots", "max_batch_size", "max_prefill_tokens", "block_size"):
             check_at_least(name, getattr(self, name), 1)
-        for name in ("ranks", "max_context_len", "kv_memory_bytes", "threads"):
+        if self.r_worker_weights not in WEIGHT_WORDS:
+            parse_weights(self.r_worker_weights)
+        for name in ("start_interval", "load_limit"):
+            if getattr(self, name) is not None and self.schedule != "load-stabilizing":
+                raise ConfigError(f"{name} is of the load-stabilizing schedule; the schedule is {self.schedule}")
+        for name in ("ranks", "max_context_len", "kv_memory_bytes", "threads", "start_interval", "load_limit"):
             if getattr(self, name) is not None:
                 check_at_least(name, getattr(self, name), 1)
         if self.prefill_chunk_tokens < 8 or self.prefill_chunk_tokens % 8:

@@ -68,6 +68,8 @@ class Engine:
         Checked on rank 0 before anything is loaded; its `ConfigError` ends all ranks in order.
     stop_requested : callable, optional
         Whether this process has been asked to end early.
+    given_kv : bool
+        For measurements of decode: compute no prompts, their K and V are what the cache's memory holds.
 
     Raises
     ------
@@ -84,6 +86,7 @@ class Engine:
         world: World | None = None,
         preflight: Callable[[], None] = lambda: None,
         stop_requested: Callable[[], bool] = lambda: False,
+        given_kv: bool = False,
         on_load: Callable[[int, int], None] | None = None,
     ) -> None:
         self.run_config = run if run is not None else RunConfig()
@@ -96,6 +99,7 @@ class Engine:
         self.clocks: list[tuple[float, float]] = [(0.0, 0.0)]
         self.t_load_s = 0.0
         self._preflight = preflight
+        self._given_kv = given_kv
         self._s_part: SPart | None = None
         self.setup = startup.agree(self.run_config, self.world, detect(), isas=_available_isas, decide=self._decide)
         self._build(on_load)
@@ -238,7 +242,15 @@ class Engine:
             from fastdecode_hpc.run import Run
 
             assert self._s_part is not None
-            run = Run(self.setup, self.run_config, self._s_part, self.tokenizer, hooks, self.stop_requested)
+            run = Run(
+                self.setup,
+                self.run_config,
+                self._s_part,
+                self.tokenizer,
+                hooks,
+                self.stop_requested,
+                given_kv=self._given_kv,
+            )
             stats = run.run(requests, self._make_s_end())
             stats.kv_huge_pages = self._huge_page_shares()
             return stats

@@ -31,12 +31,14 @@ STEP_UNITS = {
     "load_tokens": "tokens",
     "prefill_tokens": "tokens",
     "t_s_part": "s",
+    "t_head": "s",
     "t_r_part": "s",
     "t_transport": "s",
+    "t_exposed": "s",
     "t_wait": "s",
     "t_prefill": "s",
 }
-RANK_UNITS = {"t_r_part": "s", "t_wait": "s", "free_blocks": "blocks"}
+RANK_UNITS = {"t_r_part": "s", "t_wait": "s", "t_exposed": "s", "free_blocks": "blocks", "load_tokens": "tokens"}
 REQUEST_UNITS = {
     "index": "1",
     "prompt_tokens": "tokens",

@@ -5,20 +5,53 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-from fastdecode_hpc.config import RunConfig
+from fastdecode_hpc.config import WEIGHT_WORDS, ConfigError, RunConfig, parse_weights
 from fastdecode_hpc.intake import Accepted, Intake, RequestFailure
 from fastdecode_hpc.results import Completion, Hooks, RunStats
 from fastdecode_hpc.s_part.model import SPart
-from fastdecode_hpc.s_part.prefill import Prefill
+from fastdecode_hpc.s_part.prefill import GivenKV, Prefill
 from fastdecode_hpc.s_part.wire import WireCast
 from fastdecode_hpc.s_part.worker import SWorker
 from fastdecode_hpc.schedule.admission import Admission
+from fastdecode_hpc.schedule.kv_layout import KVLayout
+from fastdecode_hpc.schedule.load_stabilizing import Greedy, LoadStabilizing, Starts
 from fastdecode_hpc.schedule.placement import Placement
+from fastdecode_hpc.schedule.speeds import WorkerSpeeds
 from fastdecode_hpc.sequence import Request, Sequence
 from fastdecode_hpc.setup import Setup
 from fastdecode_hpc.timing import StepTimes
 from fastdecode_hpc.tokenizer import TextStream, Tokenizer
 from fastdecode_hpc.transport.base import SEnd
+
+
+def make_starts(config: RunConfig, layout: KVLayout, *, num_owners: int) -> Starts:
+    """The schedule that the options ask for."""
+    if config.schedule == "greedy":
+        return Greedy(config.max_batch_size)
+    return LoadStabilizing(
+        layout,
+        max_batch_size=config.max_batch_size,
+        start_interval=config.start_interval,
+        load_limit=config.load_limit,
+        spread=config.num_slots * num_owners,
+    )
+
+
+def fixed_weights(text: str, owners: tuple[int, ...]) -> dict[int, float]:
+    """Shares of the R-workers as the options give them; none where they are equal or to be measured.
+
+    Raises
+    ------
+    ConfigError
+        If there are not as many as R-workers.
+    """
+    if text in WEIGHT_WORDS:
+        return {}
+    weights = parse_weights(text)
+    if len(weights) != len(owners):
+        raise ConfigError(f"r_worker_weights has {len(weights)} numbers; there are {len(owners)} R-workers")
+    mean = sum(weights) / len(weights)
+    return {rank: weight / mean for rank, weight in zip(owners, weights, strict=True)}
 
 
 class Run:
@@ -34,6 +67,8 @@ class Run:
     hooks : Hooks
     stop_requested : callable
         Whether this process has been asked to end early.
+    given_kv : bool
+        Compute no prompts (`GivenKV`).
     """
 
     def __init__(
@@ -44,13 +79,21 @@ class Run:
         tokenizer: Tokenizer | None,
         hooks: Hooks,
         stop_requested: Callable[[], bool],
+        *,
+        given_kv: bool = False,
     ) -> None:
+        self.given_kv = given_kv
         self.setup, self.config, self.s_part = setup, config, s_part
         self.tokenizer, self.hooks, self.stop_requested = tokenizer, hooks, stop_requested
         self.stats = RunStats()
         self._accepted: dict[int, Accepted] = {}  # by seq_id
         self._streams: dict[int, TextStream] = {}  # by seq_id, where there are stop strings
-        self._placement = Placement(setup.layout, {rank: setup.ranks[rank].num_blocks for rank in setup.owners})
+        self._placement = Placement(
+            setup.layout,
+            {rank: setup.ranks[rank].num_blocks for rank in setup.owners},
+            weights=fixed_weights(config.r_worker_weights, setup.owners),
+        )
+        self._speeds = WorkerSpeeds(setup.owners)
         self._intake = Intake(
             tokenizer,
             self._placement,
@@ -75,16 +118,21 @@ class Run:
         admission = Admission(
             self._placement,
             self._sequences(requests),
+            make_starts(config, layout, num_owners=len(self.setup.owners)),
             max_batch_size=config.max_batch_size,
             num_slots=config.num_slots,
         )
-        prefill = Prefill(
-            self.s_part,
-            transport,
-            layout,
-            cast,
-            chunk_tokens=config.prefill_chunk_tokens,
-            max_batch_tokens=config.max_prefill_tokens,
+        prefill = (
+            GivenKV(self.s_part)
+            if self.given_kv
+            else Prefill(
+                self.s_part,
+                transport,
+                layout,
+                cast,
+                chunk_tokens=config.prefill_chunk_tokens,
+                max_batch_tokens=config.max_prefill_tokens,
+            )
         )
         eos = () if self.tokenizer is None else self.tokenizer.eos_token_ids
         return SWorker(
@@ -155,4 +203,8 @@ class Run:
 
     def _on_step(self, times: StepTimes) -> None:
         self.stats.t_prefill_s += times.t_prefill
+        if self.config.r_worker_weights == "auto":
+            for rank, of_rank in times.ranks.items():
+                self._speeds.add(rank, of_rank.load_tokens, of_rank.t_r_part)
+            self._placement.weights = self._speeds.weights()
         self.hooks.on_step(times)

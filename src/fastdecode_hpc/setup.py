@@ -8,7 +8,7 @@ from fastdecode_hpc.affinity import pin_plan
 from fastdecode_hpc.config import DTYPE_BYTES, ConfigError, ModelConfig, RunConfig
 from fastdecode_hpc.host import HostInfo, format_bytes, format_cores
 from fastdecode_hpc.launch import Launch
-from fastdecode_hpc.schedule.placement import KVLayout, make_layout
+from fastdecode_hpc.schedule.kv_layout import KVLayout, make_layout
 
 ISAS_BEST_FIRST = ("avx512", "avx2", "neon", "scalar")
 KV_SHARE = 0.85  # of the memory that is left, for KV; the rest is for buffers, Python and surprises

@@ -35,7 +35,9 @@ class RankTimes:
 
     t_r_part: float
     t_wait: float
+    t_exposed: float  # of its waits, after the awaited message had been posted
     free_blocks: int
+    load_tokens: int  # read in this step, averaged over layers
 
 
 @dataclass(slots=True)
@@ -49,11 +51,14 @@ class StepTimes:
     load_tokens: int  # read by the R-workers, averaged over layers
     prefill_tokens: int  # token-layers listed on this plan, over the number of layers
     t_s_part: float = 0.0
+    t_head: float = 0.0  # of t_s_part: logits and sampling
     t_prefill: float = 0.0
     t_wait: float = 0.0
     t_transport: float = 0.0
+    t_exposed: float = 0.0  # of t_wait, after the awaited message had been posted
     t_end: float = 0.0
     ranks: dict[int, RankTimes] = field(default_factory=dict)
+    rank_loads: dict[int, int] = field(default_factory=dict)  # load of each R-worker
 
     @property
     def t_r_part(self) -> float:

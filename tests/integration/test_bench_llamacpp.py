@@ -25,6 +25,9 @@ def test_both_decode_the_same_prompts_window_by_window():
     assert figures["llamacpp_tokens_per_s"] == max(by_variant.values())
 
     # After the first time only the last prompt token is computed: windows hold decode alone.
-    server = LlamaServer(resolve_model("smollm2"), [[1, 2, 3] * 10] * 2, num_threads=1, variant="flash attention")
-    timing = server._complete(1, 4)
-    assert (timing["cache_n"], timing["prompt_n"], timing["predicted_n"]) == (29, 1, 4)
+    server = LlamaServer(
+        resolve_model("smollm2"), [1, 2, 3] * 10, num_slots=3, num_threads=1, variant="flash attention"
+    )
+    for slot in range(3):
+        timing = server._complete(slot, 4)
+        assert (timing["cache_n"], timing["prompt_n"], timing["predicted_n"]) == (29, 1, 4)

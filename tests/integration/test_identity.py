@@ -17,6 +17,8 @@ CONFIGS = [
     *({"max_batch_size": batch, "num_slots": slots} for batch, slots in itertools.product((1, 7, 32), (1, 2))),
     {"max_batch_size": 2, "num_slots": 3},
     {"max_batch_size": 9, "num_slots": 5, "max_prefill_tokens": 8},
+    {"max_batch_size": 12, "schedule": "load-stabilizing"},
+    {"max_batch_size": 7, "num_slots": 3, "schedule": "load-stabilizing", "start_interval": 2, "load_limit": 300},
 ]
 QUANTISED = ["int8", "int4", "k=int8,v=int4"]
 QUANTISED_CONFIGS = [

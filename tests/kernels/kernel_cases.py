@@ -10,7 +10,7 @@ import numpy as np
 from fastdecode_hpc.config import QUANTISED_DTYPES, kv_token_bytes, parse_kv_dtype
 from fastdecode_hpc.r_part.attention import DecodeAttention, StepWork, numpy_dtype, reference_attention
 from fastdecode_hpc.r_part.kv_cache import BlockPool, KVPartition
-from fastdecode_hpc.schedule.placement import RECENT_TOKENS, KVLayout, LayerGroup, with_recent
+from fastdecode_hpc.schedule.kv_layout import RECENT_TOKENS, KVLayout, LayerGroup, with_recent
 
 HALF_MAX, BFLOAT16_MAX_BITS = 65504.0, 0x7F7F
 PANEL, GROUP = 8, 32  # tokens that lie together in K; values that share a scale in int4

@@ -5,7 +5,7 @@ import pytest
 
 from fastdecode_hpc.r_part.huge_pages import huge_page_share
 from fastdecode_hpc.r_part.kv_cache import HUGE_PAGE_BYTES, KVPartition, from_huge_page_border, map_arena
-from fastdecode_hpc.schedule.placement import KVLayout, LayerGroup
+from fastdecode_hpc.schedule.kv_layout import KVLayout, LayerGroup
 from fastdecode_hpc.topology import huge_page_mode
 
 

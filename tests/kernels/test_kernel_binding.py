@@ -89,7 +89,7 @@ def test_unknown_isa_is_an_error(isa):
     code = """
 from fastdecode_hpc.config import ConfigError
 from fastdecode_hpc.r_part.kv_cache import KVPartition
-from fastdecode_hpc.schedule.placement import KVLayout, LayerGroup
+from fastdecode_hpc.schedule.kv_layout import KVLayout, LayerGroup
 try:
     KVPartition(KVLayout(8, (LayerGroup((0,), 1, 8, "fp16", "fp16"),)), (1,), num_threads=1)
 except ConfigError as error:

@@ -26,7 +26,7 @@ from fastdecode_hpc._kernels import CACHE_DTYPES, cache_token_bytes
 from fastdecode_hpc.config import kv_token_bytes
 from fastdecode_hpc.r_part.attention import convert_rows, numpy_dtype
 from fastdecode_hpc.r_part.kv_cache import KVPartition
-from fastdecode_hpc.schedule.placement import KVLayout, LayerGroup, with_recent
+from fastdecode_hpc.schedule.kv_layout import KVLayout, LayerGroup, with_recent
 
 DTYPES = ["fp32", "fp16", "bf16"]
 
@@ -264,7 +264,7 @@ def check_against_worst_case(partition, seq_id, num_tokens):
 RSS_PROGRAM = """
 import numpy as np, psutil
 from fastdecode_hpc.r_part.kv_cache import KVPartition
-from fastdecode_hpc.schedule.placement import KVLayout, LayerGroup
+from fastdecode_hpc.schedule.kv_layout import KVLayout, LayerGroup
 
 def rss():
     return psutil.Process().memory_info().rss >> 20

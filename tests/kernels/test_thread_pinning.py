@@ -25,7 +25,7 @@ def test_bound_threads_stay_on_their_cores_through_teams_of_one() -> None:
     masks = run_python("""
 import numpy as np
 from fastdecode_hpc.r_part.attention import make_cache_view, pin_threads, thread_cores
-from fastdecode_hpc.schedule.placement import LayerGroup
+from fastdecode_hpc.schedule.kv_layout import LayerGroup
 masks = [thread_cores(2)]
 pin_threads((cores[1], cores[0]))
 masks.append(thread_cores(2))

@@ -103,8 +103,12 @@ def check_reports(end, slot: int, plan: StepPlan, reports: dict[int, StepReport]
     for rank, report in reports.items():
         assert report.free_blocks == 1000 * rank + plan.step
         assert report.t_r_part == plan.num_rows
-    assert 0 <= end.transport_time(slot) < 60
-    assert (end.transport_time(slot) > 0) == (plan.num_rows > 0)
+    times = end.transport_times(slot)
+    assert 0 <= times.t_transport < 60
+    assert (times.t_transport > 0) == (plan.num_rows > 0)
+    assert 0 <= times.t_exposed <= end.t_wait
+    assert sorted(times.ranks_exposed) == sorted(set(plan.owners.tolist()))
+    assert all(0 <= exposed < 60 for exposed in times.ranks_exposed.values())
 
 
 def run_r_side(end, plans: list[list[StepPlan]], dtype) -> None:
@@ -139,8 +143,10 @@ def run_r_side(end, plans: list[list[StepPlan]], dtype) -> None:
             end.send_out(slot)
             end.poke()
         if stage.layer == NUM_LAYERS - 1:
-            arrivals, posts = end.layer_times(slot)
-            end.send_report(slot, StepReport(plan.num_rows, 0.0, 1000 * end.rank + plan.step, False, arrivals, posts))
+            times = end.layer_times(slot)
+            if mine:
+                assert (times[2] >= times[:2]).all()  # posted after it was asked for and arrived
+            end.send_report(slot, StepReport(plan.num_rows, 0.0, 1000 * end.rank + plan.step, False, *times))
     end.wait_prefill(np.array([s.seq_id for s in expected], np.int64))
     end.close()
     assert [s for segments, _ in arrived for s in segments] == expected

@@ -37,10 +37,11 @@ def test_plan_round_trip(kind, step, seq_ids, new, finished, segments) -> None:
 
 def test_report_round_trip() -> None:
     times = np.arange(6.0)
-    report = StepReport(0.25, 0.5, 77, True, times, times + 100)
+    report = StepReport(0.25, 0.5, 77, True, times - 10, times, times + 100)
     words = np.zeros(report_words(6))
     report.encode(words)
     back = decode_report(words)
     assert (back.t_r_part, back.t_wait, back.free_blocks, back.stop_request) == (0.25, 0.5, 77, True)
+    assert back.t_asked.tolist() == (times - 10).tolist()
     assert back.t_arrived.tolist() == times.tolist()
     assert back.t_posted.tolist() == (times + 100).tolist()

@@ -8,16 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastdecode_hpc.config import ModelConfig
-from fastdecode_hpc.schedule.placement import (
-    RECENT_WINDOW,
-    KVLayout,
-    LayerGroup,
-    Placement,
-    make_layout,
-    row_counts,
-)
+from fastdecode_hpc.schedule.kv_layout import RECENT_WINDOW, KVLayout, LayerGroup, make_layout
+from fastdecode_hpc.schedule.placement import Placement, row_counts
+from fastdecode_hpc.sequence import SamplingParams, Sequence
 
 MODEL = ModelConfig(100, 64, 96, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16, max_context_len=512)
+
+
+def make_seq(seq_id: int, num_tokens: int) -> Sequence:
+    """A sequence whose worst case is `num_tokens` (2 at least)."""
+    new = max(1, num_tokens // 2)
+    return Sequence(seq_id, seq_id, [1] * max(0, num_tokens - new - 1), SamplingParams(), new)
 
 
 def layout(window: int | None = None, block_size: int = 8) -> KVLayout:
@@ -73,7 +74,7 @@ def test_memory_is_shared_between_the_cache_and_its_copy() -> None:
     blocks = made.split_budget(budget, 512, 50)
     assert blocks == tuple(50 * n for n in made.worst_case(512))
     placement = Placement(made, {1: blocks})
-    assert [placement.place(i, 512) for i in range(51)] == [1] * 50 + [None]
+    assert [placement.place(make_seq(i, 512), 0) for i in range(51)] == [1] * 50 + [None]
 
 
 def test_short_sequences_do_not_run_out_of_copies() -> None:
@@ -81,7 +82,7 @@ def test_short_sequences_do_not_run_out_of_copies() -> None:
     made = make_layout(MODEL, block_size=32, kv_dtype="int4")
     budget = 100 * made.bytes_for(8192)
     placement = Placement(made, {1: made.split_budget(budget, 8192, 256)})
-    assert [placement.place(i, 200) for i in range(256)] == [1] * 256
+    assert [placement.place(make_seq(i, 200), 0) for i in range(256)] == [1] * 256
     held = sum(blocks * group.block_bytes(32) for blocks, group in zip(placement.capacity[1], made.groups, strict=True))
     assert held <= budget
 
@@ -106,7 +107,7 @@ def test_worst_case_of_a_window_covers_every_position(num_tokens: int, window: i
 
 
 @given(
-    st.lists(st.integers(1, 120), max_size=60),
+    st.lists(st.integers(2, 120), max_size=60),
     st.lists(st.integers(1, 40), min_size=1, max_size=5),
     st.randoms(use_true_random=False),
 )
@@ -114,31 +115,46 @@ def test_worst_case_of_a_window_covers_every_position(num_tokens: int, window: i
 def test_every_sequence_has_one_owner_and_no_worker_promises_more_than_it_has(lengths, capacities, random) -> None:
     capacity = {rank + 1: (blocks,) for rank, blocks in enumerate(capacities)}
     placement = Placement(layout(), capacity)
-    held: dict[int, tuple[int, int]] = {}
+    held: dict[int, Sequence] = {}
     for seq_id, length in enumerate(lengths):
-        owner = placement.place(seq_id, length)
-        if owner is None:
+        seq = make_seq(seq_id, length)
+        if placement.place(seq, seq_id) is None:
             need = placement.layout.worst_case(length)[0]
             assert all(placement.free_blocks(rank)[0] < need for rank in capacity)
         else:
-            held[seq_id] = (owner, length)
+            held[seq_id] = seq
         if held and random.random() < 0.4:
             gone = random.choice(sorted(held))
-            placement.release(gone)
-            del held[gone]
+            placement.release(held.pop(gone), seq_id)
         for rank, (blocks,) in capacity.items():
-            used = sum(placement.layout.worst_case(length)[0] for owner, length in held.values() if owner == rank)
+            used = sum(layout().worst_case(seq.max_context_len)[0] for seq in held.values() if seq.owner == rank)
             assert placement.free_blocks(rank) == (blocks - used,)
             assert used <= blocks
-            assert placement.load(rank) == sum(length for owner, length in held.values() if owner == rank)
 
 
 def test_load_goes_to_the_least_loaded_worker_and_follows_weights() -> None:
     placement = Placement(layout(), {1: (1000,), 2: (1000,)})
-    assert [placement.place(seq_id, 8) for seq_id in range(4)] == [1, 2, 1, 2]
+    assert [placement.place(make_seq(i, 8), 0) for i in range(4)] == [1, 2, 1, 2]
     weighted = Placement(layout(), {1: (1000,), 2: (1000,)}, weights={2: 3.0})
-    owners = Counter(weighted.place(seq_id, 8) for seq_id in range(40))
+    owners = Counter(weighted.place(make_seq(i, 8), 0) for i in range(40))
     assert owners == {1: 10, 2: 30}
+
+
+def test_a_long_sequence_outweighs_several_short_ones() -> None:
+    placement = Placement(layout(), {1: (1000,), 2: (1000,)})
+    owners = [placement.place(make_seq(i, tokens), 0) for i, tokens in enumerate([400, 100, 100, 100])]
+    assert owners == [1, 2, 2, 2]
+
+
+def test_load_that_ends_soon_counts_little_for_a_sequence_that_stays() -> None:
+    placement = Placement(layout(), {1: (1000,), 2: (1000,)})
+    long_prompt = Sequence(0, 0, [1] * 300, SamplingParams(), 3)  # reads much, for two steps
+    long_output = Sequence(1, 1, [1] * 10, SamplingParams(), 200)
+    assert placement.place(long_prompt, 0) == 1
+    assert placement.place(long_output, 0) == 2
+    assert placement.place(Sequence(2, 2, [1] * 10, SamplingParams(), 200), 0) == 1
+    placement.release(long_output, 5)
+    assert placement.place(Sequence(3, 3, [1] * 10, SamplingParams(), 200), 5) == 2
 
 
 def test_what_can_never_fit_is_known() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fastdecode_hpc.config import ModelConfig
 from fastdecode_hpc.s_part.prefill import Prefill, cut_chunks
 from fastdecode_hpc.s_part.wire import WireCast
-from fastdecode_hpc.schedule.placement import make_layout
+from fastdecode_hpc.schedule.kv_layout import make_layout
 from fastdecode_hpc.sequence import SamplingParams, Sequence
 
 

@@ -17,7 +17,7 @@ from fastdecode_hpc.timing import RankTimes, StepTimes
 def step(number: int) -> StepTimes:
     times = StepTimes(number, number % 2, float(number), num_rows=3, load_tokens=100 + number, prefill_tokens=0)
     times.t_s_part, times.t_end = 0.5, number + 1.0
-    times.ranks = {1: RankTimes(0.1, 0.2, 50), 2: RankTimes(0.3, 0.0, 60)}
+    times.ranks = {1: RankTimes(0.1, 0.2, 0.0, 50, 40), 2: RankTimes(0.3, 0.0, 0.0, 60, 60)}
     return times
 
 

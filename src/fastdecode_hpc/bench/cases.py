@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from fastdecode_hpc.config import ConfigError, ModelConfig, RunConfig, check_at_least
 from fastdecode_hpc.host import format_bytes
-from fastdecode_hpc.schedule.placement import KVLayout, make_layout
+from fastdecode_hpc.schedule.kv_layout import KVLayout, make_layout
 
 REFERENCE_DTYPE = "fp16"
 CACHE_MULTIPLE = 8  # KV and read buffer are at least this times the last-level cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastdecode_hpc.bench import fidelity, kernel
+from fastdecode_hpc.bench import fidelity, kernel, schedule
 
 
 def add_arguments(commands: Any) -> None:
@@ -13,3 +13,4 @@ def add_arguments(commands: Any) -> None:
     benches = parser.add_subparsers(dest="bench", required=True, metavar="BENCH")
     kernel.add_arguments(benches)
     fidelity.add_arguments(benches)
+    schedule.add_arguments(benches)

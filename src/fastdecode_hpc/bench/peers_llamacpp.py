@@ -1,12 +1,14 @@
-"""Decode of a whole model by this program and by llama.cpp, from the same file and the same prompts.
+"""Decode of a whole model by this program and by llama.cpp, from the same file and at the same context.
 
 The only xllamacpp import (llama.cpp's server as a Python module).
 """
 
 from __future__ import annotations
 
+import json
+import tempfile
 import time
-from collections.abc import Sequence
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,31 +50,47 @@ class DecodeCase:
 
 
 class LlamaServer:
-    """llama.cpp with the prompts in its cache, one slot each.
+    """llama.cpp with a prompt in the cache of each of its slots, where a slot is a sequence.
 
     Parameters
     ----------
     model_path : Path
-    prompts : sequence of list of int
-    num_threads : int
+    prompt : list of int
+        Computed once and copied to the other slots.
+    num_slots, num_threads : int
     variant : str
         Of `VARIANTS`.
     """
 
-    def __init__(self, model_path: Path, prompts: Sequence[list[int]], *, num_threads: int, variant: str) -> None:
+    def __init__(self, model_path: Path, prompt: list[int], *, num_slots: int, num_threads: int, variant: str) -> None:
+        self._saved = tempfile.TemporaryDirectory()
         params = xllamacpp.CommonParams()
         params.model.path = str(model_path)
-        params.n_parallel = len(prompts)
-        params.n_ctx = len(prompts) * (len(prompts[0]) + 2 * WINDOW_STEPS)
+        params.n_parallel = num_slots
+        params.n_ctx = num_slots * (len(prompt) + 2 * WINDOW_STEPS)
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = num_threads
         params.flash_attn_type = VARIANTS[variant]
         params.n_gpu_layers = 0
         params.fit_params = False
         params.verbosity = 0
+        params.endpoint_slots = True
+        params.slot_save_path = self._saved.name + "/"
         self._server = xllamacpp.Server(params)
-        self._prompts = prompts
-        self._pool = ThreadPoolExecutor(len(prompts))
+        self._prompt, self._num_slots = prompt, num_slots
+        self._pool = ThreadPoolExecutor(num_slots)
+        self._complete(0, 1)
+        self._do(0, "save")
+        for slot in range(1, num_slots):
+            self._do(slot, "restore")
         self._complete_all(1)
+
+    def _do(self, slot: int, action: str) -> None:
+        """Save the first slot's cache to a file, or restore another slot's from it."""
+        url = f"{self._server.listening_address}/slots/{slot}?action={action}"
+        body = json.dumps({"filename": "prompt.bin"}).encode()
+        request = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"})
+        with urllib.request.urlopen(request) as answer:
+            answer.read()
 
     def decode(self) -> float:
         """Tokens/s of one window: all sequences decoded together from the end of their prompts.
@@ -84,12 +102,12 @@ class LlamaServer:
         return float(sum((timing["predicted_n"] - 1) / timing["predicted_ms"] * 1e3 for timing in timings))
 
     def _complete_all(self, num_tokens: int) -> list[dict[str, Any]]:
-        return list(self._pool.map(lambda slot: self._complete(slot, num_tokens), range(len(self._prompts))))
+        return list(self._pool.map(lambda slot: self._complete(slot, num_tokens), range(self._num_slots)))
 
     def _complete(self, slot: int, num_tokens: int) -> dict[str, Any]:
         answer = self._server.handle_completions(
             {
-                "prompt": self._prompts[slot],
+                "prompt": self._prompt,
                 "id_slot": slot,
                 "n_predict": num_tokens,
                 "cache_prompt": True,
@@ -116,29 +134,26 @@ def compare_decode(case: DecodeCase) -> Figures:
         device="cpu",
         num_slots=1,
         max_batch_size=case.batch,
-        max_prefill_tokens=case.batch * case.prompt_len,
         threads=case.num_threads,
         isa=case.isa,
         seed=case.seed,
     )
-    with Engine(run) as engine:
+    with Engine(run, given_kv=True) as engine:
         assert engine.model_path is not None
-        prompts = _make_prompts(case, engine.setup.model.vocab_size)
+        rng = np.random.default_rng(case.seed)
+        prompt = rng.integers(0, engine.setup.model.vocab_size, case.prompt_len).tolist()
         servers = {
-            variant: LlamaServer(engine.model_path, prompts, num_threads=case.num_threads, variant=variant)
+            variant: LlamaServer(
+                engine.model_path, prompt, num_slots=case.batch, num_threads=case.num_threads, variant=variant
+            )
             for variant in VARIANTS
         }
-        own, peers = _decode_in_turn(engine, case, prompts, servers)
+        own, peers = _decode_in_turn(engine, case, prompt, servers)
         return _figures(case, engine.model_path, own, peers)
 
 
-def _make_prompts(case: DecodeCase, vocab_size: int) -> list[list[int]]:
-    rng = np.random.default_rng(case.seed)
-    return [rng.integers(0, vocab_size, case.prompt_len).tolist() for _ in range(case.batch)]
-
-
 def _decode_in_turn(
-    engine: Engine, case: DecodeCase, prompts: list[list[int]], servers: dict[str, LlamaServer]
+    engine: Engine, case: DecodeCase, prompt: list[int], servers: dict[str, LlamaServer]
 ) -> tuple[list[float], dict[str, list[float]]]:
     """Tokens/s of each round: ours, and by variant llama.cpp's."""
     peers: dict[str, list[float]] = {variant: [] for variant in servers}
@@ -151,7 +166,7 @@ def _decode_in_turn(
 
     windows = DecodeWindows(case.batch, pause)
     params = SamplingParams(max_new_tokens=num_new_tokens(case.rounds), ignore_eos=True)
-    requests = (Request(index, None, prompt, params=params) for index, prompt in enumerate(prompts))
+    requests = (Request(index, None, prompt, params=params) for index in range(case.batch))
     engine.run(requests, Hooks(_refuse_errors, on_step=windows.on_step))
     if len(windows.rates) <= case.rounds:
         raise RuntimeError(f"{len(windows.rates)} of {case.rounds + 1} windows had all {case.batch} sequences")

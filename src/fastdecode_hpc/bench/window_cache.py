@@ -9,7 +9,7 @@ import numpy as np
 from fastdecode_hpc.config import ModelConfig
 from fastdecode_hpc.r_part.attention import DecodeAttention, StepWork
 from fastdecode_hpc.r_part.kv_cache import KVPartition
-from fastdecode_hpc.schedule.placement import make_layout
+from fastdecode_hpc.schedule.kv_layout import make_layout
 
 WIRE = "fp32"  # so that rows lose nothing on their way: only the cache's type differs between two runs
 

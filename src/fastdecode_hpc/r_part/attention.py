@@ -17,7 +17,7 @@ from fastdecode_hpc.r_part.step_work import StepWork
 
 if TYPE_CHECKING:
     from fastdecode_hpc.r_part.kv_cache import KVPartition
-    from fastdecode_hpc.schedule.placement import LayerGroup
+    from fastdecode_hpc.schedule.kv_layout import LayerGroup
 
 __all__ = [
     "ISA_VARIABLE",

@@ -15,7 +15,7 @@ import numpy as np
 
 from fastdecode_hpc.r_part.attention import make_cache_view
 from fastdecode_hpc.r_part.huge_pages import huge_page_share
-from fastdecode_hpc.schedule.placement import KVLayout, LayerGroup
+from fastdecode_hpc.schedule.kv_layout import KVLayout, LayerGroup
 
 HUGE_PAGE_BYTES = 2 << 20  # of x86-64, and of ARM with 4 KiB pages
 GROW_BYTES = 64 << 20  # the arena is first touched in steps of this size, as blocks are first used

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fastdecode_hpc.schedule.placement import recent_border
+from fastdecode_hpc.schedule.kv_layout import recent_border
 
 if TYPE_CHECKING:
     from fastdecode_hpc._kernels import GroupPlan

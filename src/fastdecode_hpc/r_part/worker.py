@@ -123,12 +123,13 @@ class RWorker:
     def end_step(self, slot: int) -> None:
         """Tell rank 0 how the step went."""
         t_wait = self.transport.t_wait
-        arrived, posted = self.transport.layer_times(slot)
+        asked, arrived, posted = self.transport.layer_times(slot)
         report = StepReport(
             t_r_part=self._t_r_part[slot],
             t_wait=t_wait - self._t_wait_told,
             free_blocks=sum(self.partition.free_blocks()),
             stop_request=self.stop_requested(),
+            t_asked=asked,
             t_arrived=arrived,
             t_posted=posted,
         )

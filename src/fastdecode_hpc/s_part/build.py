@@ -11,7 +11,7 @@ import torch
 
 from fastdecode_hpc.config import ConfigError, ModelConfig, RunConfig
 from fastdecode_hpc.s_part.model import SPart
-from fastdecode_hpc.s_part.weights import checkpoint_dtype, load_weights
+from fastdecode_hpc.s_part.weights import checkpoint_dtype, dummy_weights, load_weights
 from fastdecode_hpc.s_part.wire import TORCH_DTYPES
 
 logger = logging.getLogger(__name__)
@@ -25,11 +25,13 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda" if name == "cuda" or (name == "auto" and has_gpu) else "cpu")
 
 
-def choose_dtype(name: str, device: torch.device, path: Path) -> str:
-    """The S-Part's type; ``auto``: fp32 on a CPU, the checkpoint's own on a GPU."""
+def choose_dtype(name: str, device: torch.device, path: Path | None) -> str:
+    """The S-Part's type; ``auto``: fp32 on a CPU, the checkpoint's own on a GPU (without one: bf16)."""
     if name != "auto":
         return name
-    return "fp32" if device.type == "cpu" else checkpoint_dtype(path)
+    if device.type == "cpu":
+        return "fp32"
+    return "bf16" if path is None else checkpoint_dtype(path)
 
 
 def build_s_part(
@@ -44,9 +46,12 @@ def build_s_part(
     """Load the weights and make the S-Part ready to run."""
     torch.set_num_threads(threads)
     device = choose_device(run.device)
-    dtype = TORCH_DTYPES[choose_dtype(run.dtype, device, path)]
+    dtype = TORCH_DTYPES[choose_dtype(run.dtype, device, None if run.load_format == "dummy" else path)]
     started = time.perf_counter()
-    weights = load_weights(path, model, dtype=dtype, device=device, progress=progress)
-    logger.info("weights loaded in %.1f s", time.perf_counter() - started)
+    if run.load_format == "dummy":
+        weights = dummy_weights(model, dtype=dtype, device=device, seed=run.seed)
+    else:
+        weights = load_weights(path, model, dtype=dtype, device=device, progress=progress)
+    logger.info("weights ready in %.1f s", time.perf_counter() - started)
     invariant = device.type == "cpu" if run.batch_invariant is None else run.batch_invariant
     return SPart(model, weights, device=device, dtype=dtype, batch_invariant=invariant, max_positions=max_context_len)

@@ -17,7 +17,7 @@ import torch
 
 from fastdecode_hpc.s_part.model import SPart
 from fastdecode_hpc.s_part.wire import WireCast
-from fastdecode_hpc.schedule.placement import KVLayout
+from fastdecode_hpc.schedule.kv_layout import KVLayout
 from fastdecode_hpc.sequence import Sequence
 from fastdecode_hpc.transport.base import Segment, SEnd
 
@@ -218,6 +218,32 @@ class Prefill:
             segments = list(group)
             rows = torch.cat([rows_of[segment.seq_id][-segment.num_tokens :] for segment in segments])
             self.transport.send_kv(segments, self.cast.to_rows(rows))
+
+
+class GivenKV:
+    """Takes the place of `Prefill` where nothing is to be computed: a prompt's K and V are what its blocks hold.
+
+    For measurements of decode, whose time does not depend on the values. The first token is sampled from a hidden state
+    of zeros.
+    """
+
+    def __init__(self, s_part: SPart) -> None:
+        self.s_part = s_part
+        self._admitted: deque[Sequence] = deque()
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._admitted)
+
+    def list_units(self, budget: int, admit: Callable[[], Sequence | None]) -> tuple[list[Segment], int]:
+        while (seq := admit()) is not None:
+            self._admitted.append(seq)
+        return [], 0
+
+    def run(self, num_units: int) -> list[tuple[Sequence, torch.Tensor]]:
+        seqs = [self._admitted.popleft() for _ in range(min(num_units, len(self._admitted)))]
+        hidden = torch.zeros(self.s_part.config.hidden_size, dtype=self.s_part.dtype, device=self.s_part.device)
+        return [(seq, hidden) for seq in seqs]
 
 
 def _ended(unit: Unit) -> list[tuple[Sequence, torch.Tensor]]:

@@ -6,17 +6,18 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 
 from fastdecode_hpc.s_part.model import SPart
-from fastdecode_hpc.s_part.prefill import Prefill
+from fastdecode_hpc.s_part.prefill import GivenKV, Prefill
 from fastdecode_hpc.s_part.sampler import Sampled, sample
 from fastdecode_hpc.s_part.wire import WireCast
 from fastdecode_hpc.schedule.admission import Admission
+from fastdecode_hpc.schedule.kv_layout import KVLayout
 from fastdecode_hpc.schedule.pipeline import Stage, pipeline
-from fastdecode_hpc.schedule.placement import KVLayout
 from fastdecode_hpc.sequence import MiniBatch, Sequence
 from fastdecode_hpc.timing import RankTimes, StepTimes, Stopwatch
 from fastdecode_hpc.transport.base import PlanKind, Rows, SEnd, StepPlan
@@ -38,6 +39,7 @@ class SlotState:
     positions: torch.Tensor | None = None  # [num_rows] int64
     times: StepTimes | None = None
     s_part: Stopwatch = field(default_factory=Stopwatch)
+    head: Stopwatch = field(default_factory=Stopwatch)
     prefill: Stopwatch = field(default_factory=Stopwatch)
     t_wait: float = 0.0
 
@@ -50,7 +52,7 @@ class SWorker:
     s_part : SPart
     transport : SEnd
     admission : Admission
-    prefill : Prefill
+    prefill : Prefill or GivenKV
     cast : WireCast
     layout : KVLayout
     eos_token_ids : set of int
@@ -67,7 +69,7 @@ class SWorker:
         s_part: SPart,
         transport: SEnd,
         admission: Admission,
-        prefill: Prefill,
+        prefill: Prefill | GivenKV,
         cast: WireCast,
         layout: KVLayout,
         *,
@@ -147,7 +149,8 @@ class SWorker:
         if out is not None:
             with state.s_part.running():
                 hidden = self._post_attention(self.s_part.config.num_layers - 1, state, out)
-                sampled = self._sample(hidden, state.batch.seqs)
+                with state.head.running():
+                    sampled = self._sample(hidden, state.batch.seqs)
             for seq, result in zip(state.batch.seqs, sampled, strict=True):
                 self._take_token(seq, result)
             self._drop_finished(state)
@@ -172,24 +175,22 @@ class SWorker:
         self.admission.close()
 
     def _make_plan(self, stage: Stage, state: SlotState) -> StepPlan:
-        finished = self._release_finished()
+        finished = self._release_finished(stage.step)
         if self.stopping or self.admission.is_done():
             return StepPlan(PlanKind.STOP, stage.step)
-        num_in_slots = sum(len(slot.batch) for slot in self._slots)
-        joiners = self.admission.joiners(state.batch, num_in_slots)
-        state.batch.seqs += joiners
-        state.batch.sort()
+        new = self.admission.refill(state.batch, [slot.batch for slot in self._slots], stage.step)
         num_layers = self.s_part.config.num_layers
         budget = max(1, self.max_prefill_tokens * num_layers // len(self._slots))
-        segments, listed = self.prefill.list_units(budget, self._admit)
+        segments, listed = self.prefill.list_units(budget, partial(self._admit, stage.step))
         seqs = state.batch.seqs
+        owners, loads = _ints([seq.owner for seq in seqs]), self._loads(seqs)
         plan = StepPlan(
             PlanKind.RUN if seqs else PlanKind.EMPTY,
             stage.step,
             seq_ids=_ints([seq.seq_id for seq in seqs]),
-            owners=_ints([seq.owner for seq in seqs]),
+            owners=owners,
             positions=_ints([seq.context_len - 1 for seq in seqs]),
-            new=_ints([seq.seq_id for seq in joiners]),
+            new=_ints([seq.seq_id for seq in new]),
             finished=_ints(finished),
             segments=segments,
         )
@@ -198,13 +199,16 @@ class SWorker:
             stage.slot,
             self._now(),
             num_rows=len(seqs),
-            load_tokens=self._load(seqs),
+            load_tokens=int(loads.sum()) // num_layers,
             prefill_tokens=listed // num_layers,
+            rank_loads={
+                rank: int(loads[owners == rank].sum()) // num_layers for rank in self.admission.placement.owners
+            },
         )
         return plan
 
-    def _admit(self) -> Sequence | None:
-        seq = self.admission.admit()
+    def _admit(self, step: int) -> Sequence | None:
+        seq = self.admission.admit(step)
         if seq is not None:
             seq.t_admitted_s = self._now()
         return seq
@@ -256,11 +260,11 @@ class SWorker:
         self._finished.append(seq)
         self.on_finished(seq)
 
-    def _release_finished(self) -> list[int]:
-        """Sequences whose KV this plan frees. Only from here on may others be promised their blocks."""
+    def _release_finished(self, step: int) -> list[int]:
+        """Sequences whose KV this step's plan frees. Only from here on may others be promised their blocks."""
         finished, self._finished = self._finished, []
         for seq in finished:
-            self.admission.finished(seq)
+            self.admission.finished(seq, step)
         return [seq.seq_id for seq in finished]
 
     def _run_prefill(self, stage: Stage) -> None:
@@ -297,22 +301,25 @@ class SWorker:
         if state.times is None:
             return
         times, state.times = state.times, None
-        times.t_s_part, times.t_prefill = state.s_part.take(), state.prefill.take()
-        times.t_wait, times.t_transport = state.t_wait, self.transport.transport_time(state.batch.slot)
+        times.t_s_part, times.t_head, times.t_prefill = state.s_part.take(), state.head.take(), state.prefill.take()
+        messages = self.transport.transport_times(state.batch.slot)
+        times.t_wait, times.t_transport, times.t_exposed = state.t_wait, messages.t_transport, messages.t_exposed
         state.t_wait, times.t_end = 0.0, self._now()
         times.ranks = {
-            rank: RankTimes(report.t_r_part, report.t_wait, report.free_blocks) for rank, report in reports.items()
+            rank: RankTimes(
+                report.t_r_part,
+                report.t_wait,
+                messages.ranks_exposed.get(rank, 0.0),
+                report.free_blocks,
+                times.rank_loads.get(rank, 0),
+            )
+            for rank, report in reports.items()
         }
         self.on_step(times)
 
-    def _load(self, seqs: list[Sequence]) -> int:
-        """Tokens that the R-workers read in this step, averaged over layers."""
-        total = 0
-        for group in self.layout.main_groups:  # copies of recent tokens are read instead of others
-            for seq in seqs:
-                seen = seq.context_len if group.window is None else min(seq.context_len, group.window)
-                total += seen * len(group.layers)
-        return total // self.s_part.config.num_layers
+    def _loads(self, seqs: list[Sequence]) -> np.ndarray:
+        """Token-layers that the R-workers read of each sequence in this step: ``[len(seqs)]`` int64."""
+        return self.layout.loads(_ints([seq.context_len for seq in seqs]))
 
 
 def _ints(values: list[int]) -> np.ndarray:

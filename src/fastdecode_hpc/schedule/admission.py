@@ -1,14 +1,19 @@
 """Who may start, and in which slot: continuous batching as pure policy.
 
 A sequence passes three places: *waiting* (read, not started), *prefilling* (its worst case is reserved on
-an R-worker) and *ready* (prefilled, joins a slot at one of the next plans).
+an R-worker) and *ready* (prefilled, joins a slot when the schedule lets it start).
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Ordered
 
+import numpy as np
+
+from fastdecode_hpc.schedule.levelling import LoadedSequence, Loads, choose_leaving, sum_loads, take_level
+from fastdecode_hpc.schedule.load_stabilizing import Starts
 from fastdecode_hpc.schedule.placement import Placement
 from fastdecode_hpc.sequence import MiniBatch, Sequence
 
@@ -22,86 +27,136 @@ class Admission:
         Reserves each sequence's worst case, so that an admitted sequence never waits for KV again.
     arrivals : iterator of Sequence
         Read lazily: no more than one sequence is held that has not been admitted.
+    starts : Starts
+        How many may be prefilled, and when they start to decode.
     max_batch_size : int
-        Most sequences in prefill, ready or decode at once.
+        Most sequences in decode at once.
     num_slots : int
     """
 
     def __init__(
-        self, placement: Placement, arrivals: Iterator[Sequence], *, max_batch_size: int, num_slots: int
+        self,
+        placement: Placement,
+        arrivals: Iterator[Sequence],
+        starts: Starts,
+        *,
+        max_batch_size: int,
+        num_slots: int,
     ) -> None:
         self.placement = placement
-        self.max_batch_size = max_batch_size
+        self.starts = starts
         self.num_slots = num_slots
+        self.max_rows = -(-max_batch_size // num_slots)
         self._arrivals = arrivals
         self._next: Sequence | None = None
         self._closed = False
-        self._running: set[int] = set()
-        self._ready: dict[int, deque[Sequence]] = {rank: deque() for rank in placement.owners}
-
-    @property
-    def max_rows(self) -> int:
-        """Most rows of one slot."""
-        return -(-self.max_batch_size // self.num_slots)
+        self._prefilling: set[int] = set()
+        self._decoding: set[int] = set()
+        self._ready: deque[Sequence] = deque()
+        self._moving: deque[Sequence] = deque()  # left one slot for another
 
     def is_done(self) -> bool:
         """Whether nothing runs and nothing waits (this may read one arrival)."""
-        return not self._running and self._peek() is None
+        return not (self._prefilling or self._ready or self._decoding) and self._peek() is None
 
     def close(self) -> None:
         """Admit nobody any more."""
         self._closed, self._next = True, None
 
-    def admit(self) -> Sequence | None:
-        """Start the next sequence, if there is one and it fits beside those running.
+    def admit(self, step: int) -> Sequence | None:
+        """Start the next sequence in `step`, if there is one and it fits beside those running.
 
         The head of the queue is never overtaken: a long sequence can't be starved by short ones.
         """
         seq = self._peek()
-        if seq is None or len(self._running) >= self.max_batch_size:
+        if seq is None or not self.starts.may_admit(len(self._prefilling) + len(self._ready), len(self._decoding)):
             return None
-        owner = self.placement.place(seq.seq_id, seq.max_context_len)
-        if owner is None:
+        if self.placement.place(seq, step) is None:
             return None
         self._next = None
-        self._running.add(seq.seq_id)
-        seq.owner = owner
+        self._prefilling.add(seq.seq_id)
+        self.starts.admitted(seq)
         return seq
 
     def prefilled(self, seq: Sequence) -> None:
         """Its K/V is listed completely and its first token known: it may join a slot."""
-        self._ready[seq.owner].append(seq)
+        self._prefilling.remove(seq.seq_id)
+        self._ready.append(seq)
 
-    def joiners(self, batch: MiniBatch, num_in_slots: int) -> list[Sequence]:
-        """Take the sequences that join `batch` now.
+    def refill(self, batch: MiniBatch, batches: Ordered[MiniBatch], step: int) -> list[Sequence]:
+        """Bring one of the slots to its share of rows and of load: sequences join it, or leave it for another.
 
         Parameters
         ----------
         batch : MiniBatch
-        num_in_slots : int
-            Sequences in all slots, this one included.
+            Of the slot; changed.
+        batches : sequence of MiniBatch
+            Of all slots, this one included.
+        step : int
+            Whose plan is being made.
+
+        Returns
+        -------
+        list of Sequence
+            Those that decode for the first time.
 
         Notes
         -----
-        Slots are kept equally long, and within a slot every owner gets its share: were a slot's rows all
-        on one R-worker, the others would idle through its every stage.
+        Slots are kept equally long and equally loaded, and within a slot every owner gets its share: were a slot's
+        load all on one R-worker, the others would idle through its every stage.
         """
-        num_ready = sum(map(len, self._ready.values()))
-        target = min(self.max_rows, -(-(num_in_slots + num_ready) // self.num_slots))
-        rows = Counter(seq.owner for seq in batch.seqs)
-        taken: list[Sequence] = []
-        for _ in range(min(num_ready, target - len(batch))):
-            owner = min((rank for rank, queue in self._ready.items() if queue), key=lambda rank: rows[rank])
-            rows[owner] += 1
-            taken.append(self._ready[owner].popleft())
-        return taken
+        ready = list(self._ready)
+        startable = ready[: self.starts.num_startable(ready, step)]
+        waiting = [*self._moving, *startable]
+        running = [seq for other in batches for seq in other.seqs]
+        share = min(self.max_rows, -(-(len(running) + len(waiting)) // self.num_slots))
+        totals = sum_loads(self._loaded(running + waiting))
+        targets = {owner: load / self.num_slots for owner, load in totals.items()}
+        own = self._loaded(batch.seqs)
+        leaving = choose_leaving(own, share, targets)
+        if leaving:
+            self._moving.extend(leaving)
+            batch.seqs = _without(batch.seqs, leaving)
+            return []
+        taken = self._take(waiting, share - len(own), targets, own)
+        batch.seqs += taken
+        batch.sort()
+        self._moving = deque(_without(self._moving, taken))
+        self._ready = deque(_without(self._ready, taken))
+        for seq in taken:
+            self.starts.started(seq, step)
+        new = [seq for seq in taken if seq.seq_id not in self._decoding]
+        self._decoding.update(seq.seq_id for seq in new)
+        return new
 
-    def finished(self, seq: Sequence) -> None:
-        """Give back what a sequence held; its R-worker frees the KV on the same plan."""
-        self._running.remove(seq.seq_id)
-        self.placement.release(seq.seq_id)
+    def finished(self, seq: Sequence, step: int) -> None:
+        """Give back what a sequence held that ended before `step`; its R-worker frees the KV on the same plan."""
+        self._prefilling.discard(seq.seq_id)
+        self._decoding.discard(seq.seq_id)
+        self.starts.finished(seq, step)
+        self.placement.release(seq, step)
+
+    def _take(
+        self, waiting: list[Sequence], count: int, targets: dict[int, float], own: list[LoadedSequence]
+    ) -> list[Sequence]:
+        """Up to `count` of `waiting`, those on the move first, that bring the slot's owners near their loads."""
+        moving = list(self._moving)[:count]
+        present = sum_loads([*own, *self._loaded(moving)])
+        missing: Loads = Counter({owner: round(load - present[owner]) for owner, load in targets.items()})
+        candidates = self._loaded(_without(waiting, moving))
+        return [*moving, *take_level(candidates, count - len(moving), missing)]
+
+    def _loaded(self, seqs: Ordered[Sequence]) -> list[LoadedSequence]:
+        lens = np.array([seq.context_len for seq in seqs], np.int64)
+        loads = self.placement.layout.loads(lens).tolist()
+        return [LoadedSequence(seq, load) for seq, load in zip(seqs, loads, strict=True)]
 
     def _peek(self) -> Sequence | None:
         if self._next is None and not self._closed:
             self._next = next(self._arrivals, None)
         return self._next
+
+
+def _without(seqs: Iterable[Sequence], gone: list[Sequence]) -> list[Sequence]:
+    ids = {seq.seq_id for seq in gone}
+    return [seq for seq in seqs if seq.seq_id not in ids]

@@ -19,7 +19,8 @@ Rows = npt.NDArray[np.generic]  # [num_rows, row_size] of the wire type (bf16 as
 Ints = npt.NDArray[np.int64]
 
 HEADER_LEN = 8  # int64 words of a plan's header
-REPORT_FIELDS = 4  # float64 words of a report before its two per-layer times
+REPORT_FIELDS = 4  # float64 words of a report before its times of each layer
+LAYER_TIMES = 3
 
 WIRE_NUMPY = {"fp32": np.float32, "fp16": np.float16, "bf16": np.uint16}
 
@@ -110,33 +111,52 @@ def decode_plan(header: Ints, payload: Ints) -> StepPlan:
 class StepReport:
     """What one R-worker tells after a step of a slot. Times in seconds, on its own clock where absolute.
 
-    `t_arrived` and `t_posted` hold, for each layer, when its q, k, v had arrived and when its output
-    was posted; they stay zero where the worker had no rows.
+    `t_asked`, `t_arrived` and `t_posted` hold, for each layer, when the worker was free to take its q, k, v, when they
+    had arrived, and when its output was posted; they stay zero where the worker had no rows.
     """
 
     t_r_part: float
     t_wait: float
     free_blocks: int
     stop_request: bool
+    t_asked: npt.NDArray[np.float64]
     t_arrived: npt.NDArray[np.float64]
     t_posted: npt.NDArray[np.float64]
 
     def encode(self, into: npt.NDArray[np.float64]) -> None:
         """Write the report into a buffer of `report_words` float64."""
         into[:REPORT_FIELDS] = (self.t_r_part, self.t_wait, self.free_blocks, self.stop_request)
-        times = into[REPORT_FIELDS:].reshape(2, -1)
-        times[0], times[1] = self.t_arrived, self.t_posted
+        into[REPORT_FIELDS:].reshape(LAYER_TIMES, -1)[:] = (self.t_asked, self.t_arrived, self.t_posted)
 
 
 def report_words(num_layers: int) -> int:
     """Float64 words of a report."""
-    return REPORT_FIELDS + 2 * num_layers
+    return REPORT_FIELDS + LAYER_TIMES * num_layers
 
 
 def decode_report(words: npt.NDArray[np.float64]) -> StepReport:
     """Rebuild a report from its message."""
-    times = words[REPORT_FIELDS:].reshape(2, -1).copy()
-    return StepReport(float(words[0]), float(words[1]), int(words[2]), bool(words[3]), times[0], times[1])
+    times = words[REPORT_FIELDS:].reshape(LAYER_TIMES, -1).copy()
+    return StepReport(float(words[0]), float(words[1]), int(words[2]), bool(words[3]), *times)
+
+
+@dataclass(frozen=True, slots=True)
+class TransportTimes:
+    """What the messages of one step of a slot took, in seconds.
+
+    Attributes
+    ----------
+    t_transport : float
+        From the last sender's post to completion at the last receiver, summed over layers and both ways.
+    t_exposed : float
+        The part of the S-worker's waits for output after that had been posted: neither part was working on the slot.
+    ranks_exposed : dict of int to float
+        The same of each R-worker's waits for q, k, v.
+    """
+
+    t_transport: float = 0.0
+    t_exposed: float = 0.0
+    ranks_exposed: dict[int, float] = field(default_factory=dict)
 
 
 PrefillSink = Callable[[list[Segment], Rows], None]  # segments of one message and their [k|v] rows
@@ -171,8 +191,8 @@ class SEnd(Protocol):
     def t_wait(self) -> float:
         """Seconds spent waiting for other ranks so far."""
 
-    def transport_time(self, slot: int) -> float:
-        """Seconds that the messages of the slot's last reported step were under way (`t_transport`)."""
+    def transport_times(self, slot: int) -> TransportTimes:
+        """Of the slot's last reported step."""
 
     def poke(self) -> None:
         """Let messages move; called between bounded pieces of work."""
@@ -212,8 +232,8 @@ class REnd(Protocol):
     def send_report(self, slot: int, report: StepReport) -> None:
         """End a step of a slot."""
 
-    def layer_times(self, slot: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """Arrival and posting time of each layer of the slot's running step."""
+    def layer_times(self, slot: int) -> npt.NDArray[np.float64]:
+        """Times of each layer of the slot's running step: asked, arrived, posted; ``[3, num_layers]``."""
 
     @property
     def t_wait(self) -> float:

@@ -13,7 +13,16 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from fastdecode_hpc.transport.base import Ints, PrefillSink, Rows, Segment, StepPlan, StepReport
+from fastdecode_hpc.transport.base import (
+    LAYER_TIMES,
+    Ints,
+    PrefillSink,
+    Rows,
+    Segment,
+    StepPlan,
+    StepReport,
+    TransportTimes,
+)
 
 OWNER = 0  # the partition in the S-worker's own process
 
@@ -82,8 +91,8 @@ class LocalSEnd:
             next(self._r_stages)
         return {OWNER: self._box.reports.pop(slot)}
 
-    def transport_time(self, slot: int) -> float:
-        return 0.0
+    def transport_times(self, slot: int) -> TransportTimes:
+        return TransportTimes()
 
     def poke(self) -> None:
         pass
@@ -113,7 +122,7 @@ class LocalREnd:
     def wait_plan(self, slot: int) -> StepPlan:
         plan = self._box.plans[slot].popleft()
         self._num_rows[slot] = plan.num_rows
-        self._times[slot] = np.zeros((2, self._box.num_layers))
+        self._times[slot] = np.zeros((LAYER_TIMES, self._box.num_layers))
         self._layer[slot] = 0
         return plan
 
@@ -124,14 +133,14 @@ class LocalREnd:
         ready = self._box.ready.pop(slot)
         while not ready():
             time.sleep(20e-6)
-        self._times[slot][0, self._layer[slot]] = time.perf_counter()
+        self._times[slot][:2, self._layer[slot]] = time.perf_counter()
         return self._box.qkv[slot][: self._num_rows[slot]]
 
     def out_rows(self, slot: int) -> Rows:
         return self._box.out[slot][: self._num_rows[slot]]
 
     def send_out(self, slot: int) -> None:
-        self._times[slot][1, self._layer[slot]] = time.perf_counter()
+        self._times[slot][2, self._layer[slot]] = time.perf_counter()
         self._layer[slot] += 1
         self._box.out_ready.add(slot)
 
@@ -141,9 +150,8 @@ class LocalREnd:
     def send_report(self, slot: int, report: StepReport) -> None:
         self._box.reports[slot] = report
 
-    def layer_times(self, slot: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        arrived, posted = self._times[slot]
-        return arrived, posted
+    def layer_times(self, slot: int) -> npt.NDArray[np.float64]:
+        return self._times[slot]
 
     def poke(self) -> None:
         assert self._sink is not None, "bind() comes first"

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from fastdecode_hpc.transport.base import (
     HEADER_LEN,
+    LAYER_TIMES,
     Ints,
     PlanKind,
     PrefillSink,
@@ -39,7 +40,7 @@ class _RSlot:
     out: Rows
     header: Ints
     report: npt.NDArray[np.float64]
-    times: npt.NDArray[np.float64]  # [2, num_layers]: arrived, posted
+    times: npt.NDArray[np.float64]  # [3, num_layers]: asked, arrived, posted
     num_rows: int = 0
     layer: int = 0
     incoming: Pending | None = None  # the next header or the next rows
@@ -72,7 +73,7 @@ class MpiREnd:
             out=np.empty((shape.max_rows, shape.q_size), shape.dtype),
             header=np.zeros(HEADER_LEN, np.int64),
             report=np.zeros(report_words(shape.num_layers)),
-            times=np.zeros((2, shape.num_layers)),
+            times=np.zeros((LAYER_TIMES, shape.num_layers)),
         )
 
     def bind(self, sink: PrefillSink) -> None:
@@ -107,10 +108,11 @@ class MpiREnd:
     def wait_qkv(self, slot: int) -> Rows:
         state = self._slots[slot]
         self._drain()
+        state.times[0, state.layer] = time.perf_counter()
         self._wait(state.incoming, f"q, k, v of slot {slot}")
         self._wait(state.sent, f"the last output of slot {slot} to leave")
         assert state.incoming is not None and state.incoming.t_done is not None
-        state.times[0, state.layer] = state.incoming.t_done
+        state.times[1, state.layer] = state.incoming.t_done
         return state.qkv[: state.num_rows]
 
     def out_rows(self, slot: int) -> Rows:
@@ -119,7 +121,7 @@ class MpiREnd:
 
     def send_out(self, slot: int) -> None:
         state, comm, out_type = self._slots[slot], self._comms.slots[slot], self._comms.out_type
-        state.times[1, state.layer] = time.perf_counter()
+        state.times[2, state.layer] = time.perf_counter()
         send = [state.out, state.num_rows, out_type]
         state.sent = self.progress.post(lambda: comm.Igatherv(send, None, root=S_RANK), send)
         state.layer += 1
@@ -144,9 +146,8 @@ class MpiREnd:
         buffer = state.report
         state.report_sent = self.progress.post(lambda: self._comms.reports.Igather(buffer, None, root=S_RANK))
 
-    def layer_times(self, slot: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        arrived, posted = self._slots[slot].times
-        return arrived, posted
+    def layer_times(self, slot: int) -> npt.NDArray[np.float64]:
+        return self._slots[slot].times
 
     def poke(self) -> None:
         self.progress.poke()

@@ -18,6 +18,7 @@ from fastdecode_hpc.transport.base import (
     Segment,
     StepPlan,
     StepReport,
+    TransportTimes,
     decode_report,
     report_words,
 )
@@ -48,8 +49,9 @@ class _SSlot:
     awaited: bool = False  # rows are out and not back
     report: Pending | None = None
     t_posted: list[float] = field(default_factory=list)  # of each layer's scatter
-    t_back: list[float] = field(default_factory=list)  # of each layer's gather
-    t_transport: float = 0.0
+    t_asked: list[float] = field(default_factory=list)  # when its output was asked for
+    t_back: list[float] = field(default_factory=list)  # when that was there
+    times: TransportTimes = field(default_factory=TransportTimes)
 
 
 class MpiSEnd:
@@ -81,7 +83,7 @@ class MpiSEnd:
         state.num_rows = plan.num_rows
         state.counts[:] = row_counts(plan.owners.tolist(), self.size)
         state.displs[:] = displacements(state.counts)
-        state.t_posted, state.t_back = [], []
+        state.t_posted, state.t_asked, state.t_back = [], [], []
         if plan.kind is not PlanKind.STOP:
             mine, reports = state.reports[S_RANK], state.reports
             state.report = self.progress.post(
@@ -108,6 +110,7 @@ class MpiSEnd:
         state = self._slots[slot]
         if not state.awaited:
             return None
+        state.t_asked.append(time.perf_counter())
         self.progress.wait_until(
             lambda: state.gather is not None and state.gather.t_done is not None, f"attention output of slot {slot}"
         )
@@ -141,13 +144,13 @@ class MpiSEnd:
         state.report = None
         reports = {rank: decode_report(state.reports[rank]) for rank in range(1, self.size)}
         for rank, report in reports.items():
-            report.t_arrived -= self._offsets[rank]
-            report.t_posted -= self._offsets[rank]
-        state.t_transport = _transport_time(state, reports)
+            for times in (report.t_asked, report.t_arrived, report.t_posted):
+                times -= self._offsets[rank]
+        state.times = _transport_times(state, reports)
         return reports
 
-    def transport_time(self, slot: int) -> float:
-        return self._slots[slot].t_transport
+    def transport_times(self, slot: int) -> TransportTimes:
+        return self._slots[slot].times
 
     @property
     def t_wait(self) -> float:
@@ -166,12 +169,21 @@ class MpiSEnd:
         self._comms.free()
 
 
-def _transport_time(state: _SSlot, reports: dict[int, StepReport]) -> float:
-    """From the last sender's post to completion at the last receiver, summed over layers and both ways."""
-    busy = [report for rank, report in reports.items() if state.counts[rank]]
+def _transport_times(state: _SSlot, reports: dict[int, StepReport]) -> TransportTimes:
+    """What the messages of the step took, from both sides' records."""
+    busy = {rank: report for rank, report in reports.items() if state.counts[rank]}
     if not busy or not state.t_back:
-        return 0.0
-    arrived = np.max([report.t_arrived for report in busy], axis=0)
-    posted = np.max([report.t_posted for report in busy], axis=0)
-    out, back = np.array(state.t_posted), np.array(state.t_back)
-    return float(np.maximum(arrived - out, 0).sum() + np.maximum(back - posted, 0).sum())
+        return TransportTimes()
+    arrived = np.max([report.t_arrived for report in busy.values()], axis=0)
+    posted = np.max([report.t_posted for report in busy.values()], axis=0)
+    out, asked, back = np.array(state.t_posted), np.array(state.t_asked), np.array(state.t_back)
+    return TransportTimes(
+        _overlap(out, arrived) + _overlap(posted, back),
+        _overlap(np.maximum(asked, posted), back),
+        {rank: _overlap(np.maximum(report.t_asked, out), report.t_arrived) for rank, report in busy.items()},
+    )
+
+
+def _overlap(starts: npt.NDArray[np.float64], stops: npt.NDArray[np.float64]) -> float:
+    """Seconds from starts to stops, where these are later."""
+    return float(np.maximum(stops - starts, 0.0).sum())

@@ -1,0 +1,130 @@
+"""From the steps of a run to the figures of ``fastdecode bench schedule``. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fastdecode_hpc.schedule.bound import StageTimes, best_step_time
+from fastdecode_hpc.timing import StepTimes
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Whole steps of a run, of all slots: from the start of step `first` to that of step `stop`.
+
+    Attributes
+    ----------
+    wall_s : float
+    steps : list of StepTimes
+        Of all slots in [first, stop).
+    num_layers, num_slots : int
+    """
+
+    wall_s: float
+    steps: list[StepTimes]
+    num_layers: int
+    num_slots: int
+
+    @classmethod
+    def of(cls, steps: Sequence[StepTimes], first: int, stop: int, *, num_layers: int, num_slots: int) -> Window:
+        """Cut a window; step `stop` must have begun."""
+        started = {step.step: step.t_start for step in steps if step.slot == 0}
+        inside = [step for step in steps if first <= step.step < stop]
+        return cls(started[stop] - started[first], inside, num_layers, num_slots)
+
+    @property
+    def num_steps(self) -> int:
+        return len({step.step for step in self.steps})
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of one step of all slots."""
+        return self.wall_s / self.num_steps
+
+    @property
+    def t_s_part(self) -> float:
+        return sum(step.t_s_part for step in self.steps)
+
+    @property
+    def t_r_part(self) -> float:
+        """Of the slowest R-worker of each step and slot."""
+        return sum(step.t_r_part for step in self.steps)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(step.num_rows for step in self.steps) / self.wall_s
+
+    @property
+    def pipeline_efficiency(self) -> float:
+        """The busier part's time over wall time."""
+        return max(self.t_s_part, self.t_r_part) / self.wall_s
+
+    @property
+    def bound(self) -> float:
+        """The same ratio if stages of these times follow each other without any loss."""
+        slots = [self._stage_times(slot) for slot in range(self.num_slots)]
+        best = best_step_time(slots, self.num_layers) * self.num_steps
+        return max(self.t_s_part, self.t_r_part) / best
+
+    @property
+    def exposed_transport(self) -> float:
+        """Share of wall time in which rank 0, or an R-worker, waited for a message that had been posted; their sum."""
+        ranks: dict[int, float] = defaultdict(float)
+        for step in self.steps:
+            for rank, times in step.ranks.items():
+                ranks[rank] += times.t_exposed
+        own = sum(step.t_exposed for step in self.steps)
+        return (own + max(ranks.values(), default=0.0)) / self.wall_s
+
+    @property
+    def imbalance(self) -> float:
+        """Largest over mean load of the R-workers, averaged over steps."""
+        loads: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+        for step in self.steps:
+            for rank, times in step.ranks.items():
+                loads[step.step][rank] += times.load_tokens
+        ratios = [max(one.values()) * len(one) / sum(one.values()) for one in loads.values() if sum(one.values())]
+        return float(np.mean(ratios)) if ratios else 1.0
+
+    def _stage_times(self, slot: int) -> StageTimes:
+        """Mean over the window's steps."""
+        steps = [step for step in self.steps if step.slot == slot]
+        count = max(1, len(steps))
+        head = sum(step.t_head for step in steps) / count
+        s_part = sum(step.t_s_part for step in steps) / count
+        r_part = sum(step.t_r_part for step in steps) / count
+        return StageTimes((s_part - head) / self.num_layers, head, r_part / self.num_layers)
+
+
+def full_steps(steps: Sequence[StepTimes], num_rows: int) -> tuple[int, int]:
+    """First and last of the steps in which all slots together had `num_rows` rows and no prompt was computed."""
+    rows: dict[int, int] = defaultdict(int)
+    for step in steps:
+        rows[step.step] += step.num_rows if not step.t_prefill else 0
+    full = [step for step, count in rows.items() if count == num_rows]
+    return (min(full), max(full)) if full else (0, 0)
+
+
+def step_latencies(steps: Sequence[StepTimes]) -> np.ndarray:
+    """Seconds from each step's start to the next one's: ``[num_steps - 1]``."""
+    return np.diff([step.t_start for step in sorted(steps, key=lambda step: step.step) if step.slot == 0])
+
+
+def step_loads(steps: Sequence[StepTimes]) -> np.ndarray:
+    """Load of each step, all slots together: ``[num_steps]`` tokens."""
+    loads: dict[int, int] = defaultdict(int)
+    for step in steps:
+        loads[step.step] += step.load_tokens
+    return np.array([loads[step] for step in sorted(loads)])
+
+
+def solve_context(low: tuple[int, float], high: tuple[int, float], r_part: float) -> int:
+    """Context at which attention takes `r_part` seconds, on the line through two (context, seconds)."""
+    seconds_per_token = (high[1] - low[1]) / (high[0] - low[0])
+    if seconds_per_token <= 0:  # too little to measure
+        return high[0]
+    return max(1, round(low[0] + (r_part - low[1]) / seconds_per_token))
