@@ -96,8 +96,8 @@ class ScheduleSession:
             window = self.steady(2, context, PROBE_STEPS)
             probes.append((context, window.t_r_part / window.num_steps))
             s_part.append(window.t_s_part / window.num_steps)
-        ends = [(end, median(seconds for context, seconds in probes if context == end)) for end in (low, high)]
-        return solve_context(*ends, r_over_s * median(s_part))
+        at = {end: median(seconds for context, seconds in probes if context == end) for end in (low, high)}
+        return solve_context((low, at[low]), (high, at[high]), r_over_s * median(s_part))
 
 
 def _refuse_errors(completion: Completion) -> None:
