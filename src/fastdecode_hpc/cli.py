@@ -158,22 +158,9 @@ def run_generate(args: argparse.Namespace, argv: Sequence[str]) -> int:
     if detect().kind == "none" and (run.ranks or 1) > 1:
         return launch(run.ranks or 1, argv)
     announce()
-    from fastdecode_hpc.engine import connect
-    from fastdecode_hpc.log import set_up_logging
-    from fastdecode_hpc.startup import Dismissed
+    from fastdecode_hpc.engine import run_as_rank
 
-    world = connect(run)
-    set_up_logging(0 if world is None else world.rank)
-    try:
-        code = _run_rank(run, _job_files(args, defaults), world)
-    except ConfigError as error:
-        print(f"fastdecode: {error}", file=sys.stderr)
-        code = 2
-    except Dismissed:
-        code = 0
-    if world is not None:
-        world.finalize()
-    return code
+    return run_as_rank(run, lambda world: _run_rank(run, _job_files(args, defaults), world))
 
 
 def _run_rank(run: RunConfig, files: JobFiles, world: World | None) -> int:

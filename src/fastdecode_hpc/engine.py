@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING
 from fastdecode_hpc import host, startup
 from fastdecode_hpc.config import ConfigError, RunConfig
 from fastdecode_hpc.launch import detect
+from fastdecode_hpc.log import set_up_logging
 from fastdecode_hpc.results import Completion, Hooks, RunStats
 from fastdecode_hpc.sequence import Request, SamplingParams
 from fastdecode_hpc.setup import Hello, RankSetup, Setup, decide_setup, weights_on_host
@@ -54,6 +56,25 @@ def connect(run: RunConfig) -> World | None:
     from fastdecode_hpc.transport.mpi import init_mpi
 
     return init_mpi()
+
+
+def run_as_rank(run: RunConfig, work: Callable[[World | None], int]) -> int:
+    """Join the other ranks, do this rank's work, and leave MPI together; the exit code.
+
+    A mistake that the ranks found while they agreed is said once, by rank 0.
+    """
+    world = connect(run)
+    set_up_logging(0 if world is None else world.rank)
+    try:
+        code = work(world)
+    except ConfigError as error:
+        print(f"fastdecode: {error}", file=sys.stderr)
+        code = 2
+    except Dismissed:
+        code = 0
+    if world is not None:
+        world.finalize()
+    return code
 
 
 class Engine:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-from fastdecode_hpc.config import WEIGHT_WORDS, ConfigError, RunConfig, parse_weights
+from fastdecode_hpc.config import RunConfig
 from fastdecode_hpc.intake import Accepted, Intake, RequestFailure
 from fastdecode_hpc.results import Completion, Hooks, RunStats
 from fastdecode_hpc.s_part.model import SPart
@@ -16,7 +16,7 @@ from fastdecode_hpc.schedule.admission import Admission
 from fastdecode_hpc.schedule.kv_layout import KVLayout
 from fastdecode_hpc.schedule.load_stabilizing import Greedy, LoadStabilizing, Starts
 from fastdecode_hpc.schedule.placement import Placement
-from fastdecode_hpc.schedule.speeds import WorkerSpeeds
+from fastdecode_hpc.schedule.speeds import WorkerSpeeds, fixed_weights
 from fastdecode_hpc.sequence import Request, Sequence
 from fastdecode_hpc.setup import Setup
 from fastdecode_hpc.timing import StepTimes
@@ -35,23 +35,6 @@ def make_starts(config: RunConfig, layout: KVLayout, *, num_owners: int) -> Star
         load_limit=config.load_limit,
         spread=config.num_slots * num_owners,
     )
-
-
-def fixed_weights(text: str, owners: tuple[int, ...]) -> dict[int, float]:
-    """Shares of the R-workers as the options give them; none where they are equal or to be measured.
-
-    Raises
-    ------
-    ConfigError
-        If there are not as many as R-workers.
-    """
-    if text in WEIGHT_WORDS:
-        return {}
-    weights = parse_weights(text)
-    if len(weights) != len(owners):
-        raise ConfigError(f"r_worker_weights has {len(weights)} numbers; there are {len(owners)} R-workers")
-    mean = sum(weights) / len(weights)
-    return {rank: weight / mean for rank, weight in zip(owners, weights, strict=True)}
 
 
 class Run:
@@ -122,24 +105,12 @@ class Run:
             max_batch_size=config.max_batch_size,
             num_slots=config.num_slots,
         )
-        prefill = (
-            GivenKV(self.s_part)
-            if self.given_kv
-            else Prefill(
-                self.s_part,
-                transport,
-                layout,
-                cast,
-                chunk_tokens=config.prefill_chunk_tokens,
-                max_batch_tokens=config.max_prefill_tokens,
-            )
-        )
         eos = () if self.tokenizer is None else self.tokenizer.eos_token_ids
         return SWorker(
             self.s_part,
             transport,
             admission,
-            prefill,
+            self._make_prefill(transport, cast),
             cast,
             layout,
             eos_token_ids={*self.setup.model.eos_token_ids, *eos},
@@ -148,6 +119,18 @@ class Run:
             on_finished=self._on_finished,
             on_step=self._on_step,
             stop_requested=lambda: self.stop_requested() or self.hooks.stop_requested(),
+        )
+
+    def _make_prefill(self, transport: SEnd, cast: WireCast) -> Prefill | GivenKV:
+        if self.given_kv:
+            return GivenKV(self.s_part)
+        return Prefill(
+            self.s_part,
+            transport,
+            self.setup.layout,
+            cast,
+            chunk_tokens=self.config.prefill_chunk_tokens,
+            max_batch_tokens=self.config.max_prefill_tokens,
         )
 
     def _sequences(self, requests: Iterator[Request]) -> Iterator[Sequence]:

@@ -9,6 +9,7 @@ from fastdecode_hpc.config import DTYPE_BYTES, ConfigError, ModelConfig, RunConf
 from fastdecode_hpc.host import HostInfo, format_bytes, format_cores
 from fastdecode_hpc.launch import Launch
 from fastdecode_hpc.schedule.kv_layout import KVLayout, make_layout
+from fastdecode_hpc.schedule.speeds import fixed_weights
 
 ISAS_BEST_FIRST = ("avx512", "avx2", "neon", "scalar")
 KV_SHARE = 0.85  # of the memory that is left, for KV; the rest is for buffers, Python and surprises
@@ -106,6 +107,7 @@ def decide_setup(run: RunConfig, model: ModelConfig, hellos: list[Hello], *, wei
             "or leave it out"
         )
     _check_buffers(run, model, hellos[0])
+    fixed_weights(run.r_worker_weights, tuple(range(1, len(hellos))) or (0,))
     layout = make_layout(model, block_size=run.block_size, kv_dtype=run.kv_dtype)
     if run.max_context_len is not None and run.max_context_len < 2:
         raise ConfigError(f"max_context_len is {run.max_context_len}; a prompt and an output need at least 2")

@@ -156,3 +156,22 @@ def test_memory_is_bounded_by_the_job() -> None:
     free = host.available_memory({})
     assert 0 < free < 1 << 50
     assert host.available_memory({"SLURM_MEM_PER_NODE": "64"}) == min(free, 64 << 20)
+
+
+@pytest.mark.parametrize("ranks,weights", [(3, "1"), (3, "1,1,0.5"), (1, "1,1"), (2, "2,1")])
+def test_as_many_weights_as_r_workers_are_needed(ranks: int, weights: str) -> None:
+    text = f"'{weights}'; it must have a number for each R-worker: {max(1, ranks - 1)}"
+    with pytest.raises(ConfigError, match=text):
+        decide([hello(rank) for rank in range(ranks)], r_worker_weights=weights)
+
+
+@pytest.mark.parametrize("ranks,weights", [(3, "1,0.5"), (1, "3"), (2, "0.1"), (3, "auto"), (3, "equal")])
+def test_fitting_weights_are_taken(ranks: int, weights: str) -> None:
+    hellos = [dataclasses.replace(hello(rank), isas=X86) for rank in range(ranks)]
+    assert len(decide(hellos, r_worker_weights=weights).ranks) == ranks
+
+
+@pytest.mark.parametrize("text", ["", "1,,2", "0,1", "-1", "inf", "nan", "fast"])
+def test_weights_that_are_no_shares_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="auto or equal, or positive numbers"):
+        RunConfig(r_worker_weights=text)

@@ -228,3 +228,8 @@ def _noted(sized: SizedCase, asked: Case, cache_bytes: int) -> SizedCase:
             f"last-level cache ({format_bytes(cache_bytes)}): its figures are partly those of the cache"
         )
     return dataclasses.replace(sized, notes=tuple(notes))
+
+
+def split_names(text: str) -> list[str]:
+    """Names that a flag gives with commas between them."""
+    return [name.strip() for name in text.split(",") if name.strip()]

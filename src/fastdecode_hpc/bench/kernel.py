@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastdecode_hpc.bench.cases import Case, choose_cases, custom_case, group_cases
+from fastdecode_hpc.bench.cases import Case, choose_cases, custom_case, group_cases, split_names
 from fastdecode_hpc.bench.decode_windows import least_context, num_new_tokens
 from fastdecode_hpc.bench.figures import Figures
 from fastdecode_hpc.bench.measure import MIN_ROUNDS
@@ -43,7 +43,9 @@ def add_arguments(benches: Any) -> None:
         help="decode attention against the memory's read bandwidth",
         description="Measure the decode attention kernels against the read bandwidth of this machine's memory.",
     )
-    parser.add_argument("--cases", type=_names, default=[], metavar="NAME,...", help="only these cases (default: all)")
+    parser.add_argument(
+        "--cases", type=split_names, default=[], metavar="NAME,...", help="only these cases (default: all)"
+    )
     _add_shape(parser.add_argument_group("a case of your own, named custom"))
     run = parser.add_argument_group("run")
     run.add_argument("--rounds", type=int, default=7, metavar="N", help="rounds of the interleaved run (default: 7)")
@@ -54,7 +56,7 @@ def add_arguments(benches: Any) -> None:
     peers = parser.add_argument_group("comparison")
     peers.add_argument(
         "--compare",
-        type=_names,
+        type=split_names,
         default=[],
         metavar="PEER,...",
         help="torch: the same attention by torch; llamacpp: decode of a whole model by llama.cpp",
@@ -76,10 +78,6 @@ def _add_shape(group: Any) -> None:
         shown = "as many as query heads" if default is None else default
         text = f"{texts[name]} (default: {shown})"
         group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _help_of(option: str) -> str:

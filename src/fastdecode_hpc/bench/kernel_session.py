@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import socket
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from fastdecode_hpc import __version__
 from fastdecode_hpc.bench.attention_run import AttentionRun, Tokens
 from fastdecode_hpc.bench.cases import CACHE_MULTIPLE, Case, SizedCase, fit_group
 from fastdecode_hpc.bench.figures import Figures, add_speedup, group_figures
 from fastdecode_hpc.bench.hints import find_hints
-from fastdecode_hpc.bench.machine import huge_page_use, look_at_machine
+from fastdecode_hpc.bench.machine import huge_page_use, look_at_machine, program_figures
 from fastdecode_hpc.bench.measure import MIN_ROUNDS, interleave
 from fastdecode_hpc.bench.read_bandwidth import ReadLoops
 from fastdecode_hpc.host import available_memory, format_bytes, look
-from fastdecode_hpc.provenance import git_commit
 
 if TYPE_CHECKING:
     from fastdecode_hpc.bench.kernel import Settings
@@ -109,7 +105,7 @@ class KernelSession:
         """Where and with what the figures were taken."""
         memory_bytes, huge_bytes = self._memory
         return {
-            "host": socket.gethostname(),
+            **program_figures(),
             **asdict(self.machine),
             "threads": self.settings.num_threads,
             "isa": self.settings.isa,
@@ -117,9 +113,6 @@ class KernelSession:
             "read_buffer_bytes": self._loops.buffer.nbytes,
             "memory_bytes": memory_bytes,
             "huge_page_bytes": huge_bytes,
-            "program_version": __version__,
-            "git_commit": git_commit(),
-            "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         }
 
     def hints(self) -> list[str]:

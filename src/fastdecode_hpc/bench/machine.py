@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import platform
 import re
+import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from fastdecode_hpc import topology
+from fastdecode_hpc import __version__, topology
 from fastdecode_hpc.host import parse_bytes
+from fastdecode_hpc.provenance import git_commit
 
 DEFAULT_CACHE_BYTES = 32 << 20  # of the last level, where Linux does not tell
 _ROOT = Path("/")
@@ -79,3 +83,13 @@ def _read(path: Path) -> str:
         return path.read_text().strip()
     except OSError:
         return ""
+
+
+def program_figures() -> dict[str, Any]:
+    """Where, with which program and when figures were taken."""
+    return {
+        "host": socket.gethostname(),
+        "program_version": __version__,
+        "git_commit": git_commit(),
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastdecode_hpc.bench.cases import split_names
 from fastdecode_hpc.bench.measure import MIN_ROUNDS
 from fastdecode_hpc.config import ConfigError, RunConfig, check_at_least
 from fastdecode_hpc.files import check_writable, write_json
@@ -31,7 +32,7 @@ def add_arguments(benches: Any) -> None:
     )
     parser.add_argument("--model", default=DEFAULT_MODEL, help=f"folder with config.json (default: {DEFAULT_MODEL})")
     parser.add_argument("--ranks", type=int, metavar="N", help="outside a launcher: processes to start (default: 2)")
-    parser.add_argument("--cases", type=_names, default=[], metavar="NAME,...", help="only these (default: all)")
+    parser.add_argument("--cases", type=split_names, default=[], metavar="NAME,...", help="only these (default: all)")
     parser.add_argument("--batch", type=int, default=32, metavar="N", help="sequences in decode (default: 32)")
     parser.add_argument("--steps", type=int, default=24, metavar="N", help="steps of a measurement (default: 24)")
     parser.add_argument("--rounds", type=int, default=MIN_ROUNDS, metavar="N", help=f"(default: {MIN_ROUNDS})")
@@ -40,39 +41,29 @@ def add_arguments(benches: Any) -> None:
     parser.set_defaults(func=run_schedule)
 
 
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
 def run_schedule(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """``fastdecode bench schedule``; the exit code."""
     _check(args)
     if detect().kind == "none" and (args.ranks or 2) > 1:
         return launch(args.ranks or 2, argv)
     announce()
-    from fastdecode_hpc.engine import connect
-    from fastdecode_hpc.log import set_up_logging
+    from fastdecode_hpc.engine import run_as_rank
 
     run = RunConfig(
         model=args.model, load_format="dummy", max_batch_size=args.batch, threads=args.threads, device="cpu"
     )
-    world = connect(run)
-    set_up_logging(0 if world is None else world.rank)
-    code = _run_rank(args, run, world)
-    if world is not None:
-        world.finalize()
-    return code
+    return run_as_rank(run, lambda world: _run_rank(args, run, world))
 
 
 def _check(args: argparse.Namespace) -> None:
-    from fastdecode_hpc.bench.schedule_cases import CASES
+    from fastdecode_hpc.bench.schedule_cases import OVERLAP
 
     check_at_least("rounds", args.rounds, MIN_ROUNDS)
     check_at_least("steps", args.steps, 4)
     check_at_least("batch", args.batch, 2)
     for name in args.cases:
-        if name not in CASES:
-            raise ConfigError(f"--cases has {name!r}; there are {', '.join(CASES)}")
+        if name not in OVERLAP:
+            raise ConfigError(f"--cases has {name!r}; there are {', '.join(OVERLAP)}")
     if not (Path(args.model) / "config.json").is_file():
         raise ConfigError(f"--model is {args.model}; it must be a folder with config.json, such as {DEFAULT_MODEL}")
     if args.json is not None:
@@ -82,12 +73,8 @@ def _check(args: argparse.Namespace) -> None:
 def _run_rank(args: argparse.Namespace, run: RunConfig, world: World | None) -> int:
     from fastdecode_hpc.bench.schedule_cases import ScheduleCases
     from fastdecode_hpc.bench.schedule_session import ScheduleSession
-    from fastdecode_hpc.startup import Dismissed
 
-    try:
-        session = ScheduleSession(run, world, (2, 1))
-    except Dismissed:
-        return 0
+    session = ScheduleSession(run, world, (2, 1))
     if world is not None and not world.is_s_rank:
         session.follow()
         return 0

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import socket
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fastdecode_hpc import __version__
 from fastdecode_hpc.bench.figures import add_spread
+from fastdecode_hpc.bench.machine import program_figures
 from fastdecode_hpc.bench.measure import Spread, ratios
 from fastdecode_hpc.bench.schedule_figures import Window
 from fastdecode_hpc.bench.schedule_session import ScheduleSession
-from fastdecode_hpc.provenance import git_commit
 
 Figures = dict[str, Any]
 
 # Time of attention over that of the S-Part, and mini-batches.
 OVERLAP = {"balanced": (1.0, 2), "r-heavy": (2.0, 2), "s-heavy": (0.5, 2), "one-mini-batch": (1.0, 1)}
-CASES = (*OVERLAP,)
 
 
 class ScheduleCases:
@@ -36,10 +32,7 @@ class ScheduleCases:
 
     def measure(self, names: Sequence[str]) -> list[Figures]:
         """Figures of the named cases, by default of all."""
-        chosen = [name for name in CASES if not names or name in names]
-        return self._measure_overlap([name for name in chosen if name in OVERLAP])
-
-    def _measure_overlap(self, names: Sequence[str]) -> list[Figures]:
+        names = [name for name in OVERLAP if not names or name in names]
         contexts: dict[float, int] = {}
         for name in names:
             ratio, _ = OVERLAP[name]
@@ -54,22 +47,14 @@ class ScheduleCases:
         rows = []
         for name in names:
             row = _overlap_figures(name, contexts[OVERLAP[name][0]], self.session.batch, windows[name])
-            if name != "one-mini-batch" and "one-mini-batch" in names:
+            if name == "balanced" and "one-mini-batch" in names:
                 rates, alone = ([w.tokens_per_s for w in windows[n]] for n in (name, "one-mini-batch"))
-                if name == "balanced":
-                    add_spread(row, "speedup_over_one_mini_batch", ratios(rates, alone))
+                add_spread(row, "speedup_over_one_mini_batch", ratios(rates, alone))
             rows.append(row)
         return rows
 
     def machine_figures(self) -> Figures:
-        setup = self.session.engines[2].setup
-        return {
-            "host": socket.gethostname(),
-            "ranks": [rank.line for rank in setup.ranks],
-            "program_version": __version__,
-            "git_commit": git_commit(),
-            "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        }
+        return {**program_figures(), "ranks": [rank.line for rank in self.session.engines[2].setup.ranks]}
 
 
 def _overlap_figures(name: str, context: int, batch: int, windows: Sequence[Window]) -> Figures:

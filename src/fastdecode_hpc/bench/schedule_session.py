@@ -55,7 +55,7 @@ class ScheduleSession:
         if self.world is not None:
             self.world.bcast(None)
 
-    def decode(self, num_slots: int, lengths: Sequence[tuple[int, int]], schedule: str = "greedy") -> list[StepTimes]:
+    def decode(self, num_slots: int, lengths: Sequence[tuple[int, int]]) -> list[StepTimes]:
         """Decode sequences of these prompt and output lengths; the prompts' K and V are given.
 
         Returns
@@ -67,14 +67,11 @@ class ScheduleSession:
         steps: list[StepTimes] = []
         if self.world is not None:
             self.world.bcast(num_slots)
-        usual = engine.run_config
-        engine.run_config = dataclasses.replace(usual, schedule=schedule)
         requests = (
             Request(index, None, [1] * prompt_len, params=SamplingParams(max_new_tokens=new, ignore_eos=True))
             for index, (prompt_len, new) in enumerate(lengths)
         )
         engine.run(requests, Hooks(_refuse_errors, on_step=steps.append))
-        engine.run_config = usual
         return steps
 
     def steady(self, num_slots: int, context: int, num_steps: int) -> Window:

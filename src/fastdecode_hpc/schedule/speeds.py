@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from fastdecode_hpc.config import WEIGHT_WORDS, ConfigError, parse_weights
+
 MEMORY = 0.998  # of a step's figures, what is left of them a step later
 MIN_SECONDS = 0.5  # of attention on every R-worker, before figures count
 
@@ -32,3 +34,20 @@ class WorkerSpeeds:
         speeds = {rank: self._tokens[rank] / self._seconds[rank] for rank in self._tokens}
         mean = sum(speeds.values()) / len(speeds)
         return {rank: speed / mean for rank, speed in speeds.items()}
+
+
+def fixed_weights(text: str, owners: tuple[int, ...]) -> dict[int, float]:
+    """Shares of the R-workers as the options give them; none where they are equal or to be measured.
+
+    Raises
+    ------
+    ConfigError
+        If there are not as many as R-workers.
+    """
+    if text in WEIGHT_WORDS:
+        return {}
+    weights = parse_weights(text)
+    if len(weights) != len(owners):
+        raise ConfigError(f"r_worker_weights is {text!r}; it must have a number for each R-worker: {len(owners)}")
+    mean = sum(weights) / len(weights)
+    return {rank: weight / mean for rank, weight in zip(owners, weights, strict=True)}
