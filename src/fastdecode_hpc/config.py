@@ -214,6 +214,12 @@ class RunConfig:
         "bind each thread of an R-worker to a core of its own; default: where the rank shares no cores with others "
         "and OpenMP has not been told how to bind",
     )
+    wait: str = _option(
+        "auto",
+        "how a rank waits for another: spin answers at once, sleep leaves the core to others; auto: spin where its "
+        "host has a core for every thread",
+        choices=("auto", "spin", "sleep"),
+    )
     isa: str | None = _option(
         None, "instruction set of the kernels; default: FASTDECODE_ISA, or the best that all ranks have",
         choices=("scalar", "avx2", "avx512", "neon"),

@@ -327,7 +327,7 @@ class Engine:
         from fastdecode_hpc.transport.mpi import Progress
 
         return Progress(
-            share_cores=self.me.share_cores,
+            wait=self.me.wait,
             use_thread=self.me.use_progress_thread,
             thread_cores=self.me.spare_cores,
             watchdog_s=self.run_config.watchdog_s,

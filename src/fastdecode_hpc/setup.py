@@ -42,7 +42,7 @@ class RankSetup:
     isa: str | None
     kv_bytes: int
     num_blocks: tuple[int, ...]
-    share_cores: bool  # waits must not spin
+    wait: str  # spin | sleep
     use_progress_thread: bool
     start_s: float  # from process start to its hello
     numa_nodes: tuple[int, ...] = ()  # of its cores; empty: unknown
@@ -159,7 +159,7 @@ def _decide_rank(
         isa=isa,
         kv_bytes=kv_bytes,
         num_blocks=_blocks(run, layout, kv_bytes, max_context_len, hello) if holds_kv else (),
-        share_cores=not alone and max(num_threads, len(neighbours) + 1) > len(cores),
+        wait=run.wait if run.wait != "auto" else ("spin" if num_threads <= len(cores) else "sleep"),
         use_progress_thread=not alone and len(cores) >= num_threads + len(neighbours),
         start_s=hello.host.age_s,
         numa_nodes=hello.host.numa_nodes,

@@ -14,6 +14,7 @@ def test_overlap_is_measured_on_two_ranks(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path / "model", "llama")
     output = tmp_path / "figures.json"
     command = ["bench", "schedule", "--model", str(model), "--batch", "4", "--steps", "4", "--threads", "1"]
+    command += ["--cases", "balanced,r-heavy,s-heavy,one-mini-batch"]
     done = run_limited([*FASTDECODE, *command, "--json", str(output)], timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = {row["name"]: row for row in json.loads(output.read_text())["cases"]}
@@ -29,7 +30,46 @@ def test_overlap_is_measured_on_two_ranks(tmp_path: Path) -> None:
 
 
 def test_mistakes_are_told_before_ranks_start(tmp_path: Path) -> None:
-    for flags, text in ((["--model", str(tmp_path)], "config.json"), (["--cases", "nope"], "balanced")):
+    for flags, text in (
+        (["--cases", "nope"], "balanced"),
+        (["--plot", "picture.nope"], "png"),
+        (["--plot", "picture.png", "--cases", "balanced"], "greedy-equal-2"),
+        (["--batch", "1"], "at least 2"),
+    ):
         done = run_limited([*FASTDECODE, "bench", "schedule", *flags], timeout=60)
         assert done.returncode == 2
         assert text in done.stderr
+
+
+def test_generations_are_measured_under_both_schedules(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", "llama")
+    output, plot = tmp_path / "figures.json", tmp_path / "picture.png"
+    cases = "greedy-equal-2,load-stabilizing-equal-2,load-stabilizing-ragged-1"
+    command = ["bench", "schedule", "--model", str(model), "--batch", "8", "--threads", "1", "--cases", cases]
+    command += ["--new-tokens", "40"]
+    done = run_limited([*FASTDECODE, *command, "--json", str(output), "--plot", str(plot)], timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = {row["name"]: row for row in json.loads(output.read_text())["cases"]}
+    assert list(rows) == cases.split(",")
+    level = rows["load-stabilizing-equal-2"]
+    assert level["mean_load"] <= level["peak_load"] <= level["load_bound"]
+    # All at once the batch ends with 8 x 47 tokens, in micro-batches with at most 266: whatever the speed.
+    assert rows["greedy-equal-2"]["peak_load"] > 1.3 * level["peak_load"]
+    for figure in ("peak_step_over_greedy", "speedup_over_greedy", "speedup_over_greedy_with_cold_start"):
+        assert level[figure] > 0
+        assert figure not in rows["load-stabilizing-ragged-1"]  # greedy with one slot was not asked for
+    assert plot.stat().st_size > 10_000
+
+
+def test_a_long_prompt_is_computed_beside_decode(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", "llama", max_position_embeddings=8192)
+    command = ["bench", "schedule", "--model", str(model), "--batch", "4", "--threads", "1", "--cases", "prefill"]
+    done = run_limited([*FASTDECODE, *command], timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "prefill: a prompt of 4096 beside 3 in decode" in done.stdout
+
+
+def test_the_loop_itself_is_measured_without_other_ranks() -> None:
+    done = run_limited([*FASTDECODE, "bench", "schedule", "--empty-stages"], timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "us a stage" in done.stdout

@@ -21,14 +21,14 @@ QKV_SIZE = Q_SIZE + 2 * KV_SIZE
 NUM_STEPS = 25
 
 
-def make_ends(world, num_slots: int, dtype=np.float32, *, share_cores: bool = True, use_thread: bool = False):
+def make_ends(world, num_slots: int, dtype=np.float32, *, wait: str = "sleep", use_thread: bool = False):
     from fastdecode_hpc.transport.mpi import Progress
     from fastdecode_hpc.transport.mpi_comms import WireShape
     from fastdecode_hpc.transport.mpi_r_end import MpiREnd
     from fastdecode_hpc.transport.mpi_s_end import MpiSEnd
 
     shape = WireShape(NUM_LAYERS, num_slots, 12, QKV_SIZE, Q_SIZE, KV_SIZE, dtype)
-    progress = Progress(share_cores=share_cores, use_thread=use_thread, watchdog_s=60)
+    progress = Progress(wait=wait, use_thread=use_thread, watchdog_s=60)
     if world.is_s_rank:
         return MpiSEnd(world, shape, progress, world.align_clocks())
     world.align_clocks()
@@ -167,11 +167,11 @@ def test_every_row_comes_back_from_its_owner(world, num_slots: int, dtype) -> No
     (run_s_side if world.is_s_rank else run_r_side)(end, plans, dtype)
 
 
-@pytest.mark.parametrize("share_cores", [True, False])
+@pytest.mark.parametrize("wait", ["spin", "sleep"])
 @pytest.mark.parametrize("use_thread", [True, False])
-def test_progress_thread_and_waiting_change_nothing(world, share_cores: bool, use_thread: bool) -> None:
+def test_progress_thread_and_waiting_change_nothing(world, wait: str, use_thread: bool) -> None:
     plans = make_plans(world.size, 2, seed=9)
-    end = make_ends(world, 2, share_cores=share_cores, use_thread=use_thread)
+    end = make_ends(world, 2, wait=wait, use_thread=use_thread)
     (run_s_side if world.is_s_rank else run_r_side)(end, plans, np.float32)
 
 
@@ -196,7 +196,7 @@ def test_clocks_of_one_host_agree(world) -> None:
 def test_the_watchdog_names_what_it_waited_for(world) -> None:
     from fastdecode_hpc.transport.mpi import Progress, WatchdogError
 
-    progress = Progress(share_cores=False, use_thread=False, watchdog_s=0.05)
+    progress = Progress(wait="spin", use_thread=False, watchdog_s=0.05)
     progress.armed = True
     with pytest.raises(WatchdogError, match="a rank that never comes"):
         progress.wait_until(lambda: False, "a rank that never comes")
@@ -205,7 +205,7 @@ def test_the_watchdog_names_what_it_waited_for(world) -> None:
 def test_a_wait_before_the_first_plan_is_not_bounded(world) -> None:
     from fastdecode_hpc.transport.mpi import Progress
 
-    progress = Progress(share_cores=False, use_thread=False, watchdog_s=0.01)
+    progress = Progress(wait="spin", use_thread=False, watchdog_s=0.01)
     until = time.perf_counter() + 0.2
     progress.wait_until(lambda: time.perf_counter() > until, "weights")
 
@@ -215,7 +215,7 @@ def test_the_progress_thread_runs_where_it_is_told_and_its_maker_stays(world) ->
 
     cores = os.sched_getaffinity(0)
     last = max(cores)
-    progress = Progress(share_cores=True, use_thread=True, watchdog_s=60, thread_cores=(last,))
+    progress = Progress(wait="sleep", use_thread=True, watchdog_s=60, thread_cores=(last,))
     (thread,) = (thread for thread in threading.enumerate() if thread.name == "mpi-progress")
     until = time.monotonic() + 30
     while os.sched_getaffinity(thread.native_id) != {last} and time.monotonic() < until:

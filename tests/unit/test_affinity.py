@@ -69,7 +69,7 @@ def rank(number: int, **changes) -> RankSetup:
     """An R-worker with four cores on one node."""
     setup = RankSetup(
         rank=number, role="R-worker", host="n0", threads=4, cores=(0, 1, 2, 3), isa="avx2", kv_bytes=1 << 30,
-        num_blocks=(9,), share_cores=False, use_progress_thread=False, start_s=0.1, numa_nodes=(0,),
+        num_blocks=(9,), wait="spin", use_progress_thread=False, start_s=0.1, numa_nodes=(0,),
         huge_pages="madvise",
     )  # fmt: skip
     return dataclasses.replace(setup, **changes)

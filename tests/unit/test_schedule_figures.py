@@ -1,8 +1,20 @@
 """Figures of `bench schedule` from steps whose times are known."""
 
+import numpy as np
 import pytest
 
-from fastdecode_hpc.bench.schedule_figures import Window, full_steps, solve_context, step_latencies, step_loads
+from fastdecode_hpc.bench.schedule_figures import (
+    PEAK_STEPS,
+    Window,
+    full_steps,
+    running_median,
+    solve_context,
+    step_latencies,
+    step_loads,
+    steps_between,
+)
+from fastdecode_hpc.bench.schedule_lives import load_bound, make_lengths, steady_window, total_rate
+from fastdecode_hpc.bench.schedule_session import Recording
 from fastdecode_hpc.timing import RankTimes, StepTimes
 
 
@@ -48,3 +60,43 @@ def test_latencies_and_loads_are_of_all_slots() -> None:
 def test_the_context_is_solved_from_two_probes() -> None:
     assert solve_context((100, 1.5), (300, 3.5), 5.5) == 500
     assert solve_context((100, 1.0), (300, 1.0), 5.5) == 300  # attention takes no measurable time
+
+
+def test_a_peak_is_no_single_disturbed_step() -> None:
+    steps = make_steps(40)
+    for step in steps:
+        step.t_start += 5.0 if step.step > 20 else 0.0  # one step takes 7 s
+    window = Window.of(steps, 2, 39, num_layers=10, num_slots=2)
+    assert window.peak_step_s == pytest.approx(2.0)
+    for step in steps:
+        step.t_start += max(0, min(step.step - 10, PEAK_STEPS)) * 1.0  # so many take 3 s
+    assert Window.of(steps, 2, 39, num_layers=10, num_slots=2).peak_step_s == pytest.approx(3.0)
+
+
+def test_a_running_median_of_too_few_values_is_one() -> None:
+    assert running_median(np.array([1.0, 5.0, 2.0]), 9).tolist() == [2.0]
+    assert running_median(np.array([1.0, 5.0, 2.0, 3.0]), 3).tolist() == [2.0, 3.0]
+
+
+def test_the_steady_state_is_between_the_first_end_and_the_last_start() -> None:
+    recording = Recording(10, 2, make_steps(20), t_started_s=[0.0, 9.0, 23.0], t_finished_s=[8.5, 30.0, 40.0])
+    assert steps_between(recording.steps, 8.5, 23.0) == (5, 11)
+    window = steady_window(recording)
+    assert (window.num_steps, window.wall_s) == (6, 12.0)
+    assert window.peak_load == 200
+    assert total_rate(recording) == pytest.approx(20 * 8 / 40.0)
+
+
+def test_ragged_lengths_have_a_long_tail_and_the_same_mean() -> None:
+    equal, ragged = make_lengths("equal", 100, 400), make_lengths("ragged", 100, 400)
+    assert set(equal) == {(8, 100)}
+    new = np.array([length for _, length in ragged])
+    assert 90 < new.mean() < 110
+    assert new.max() > 3 * new.mean()
+    assert new.min() >= 2
+
+
+def test_the_bound_of_the_load_is_the_papers_with_prompts() -> None:
+    # Equation 6 for prompts of none: half of all at once, and what an interval adds.
+    assert load_bound(64, 0, 128, 1) == pytest.approx(64 * 129 / 2 + 0.5)
+    assert load_bound(64, 100, 128, 4) == pytest.approx(64 * (100 + 66) + 2)

@@ -30,15 +30,23 @@ def test_ranks_with_cores_of_their_own_use_them_all_and_spin() -> None:
     setup = decide([hello(0, cores=range(8)), hello(1, cores=range(8, 16)), hello(2, name="n1", cores=range(32))])
     assert [rank.threads for rank in setup.ranks] == [8, 8, 32]
     assert [rank.role for rank in setup.ranks] == ["S-worker", "R-worker", "R-worker"]
-    assert not any(rank.share_cores for rank in setup.ranks)
+    assert {rank.wait for rank in setup.ranks} == {"spin"}
     assert setup.owners == (1, 2)
 
 
 def test_ranks_on_the_same_cores_share_them_and_sleep_while_they_wait() -> None:
     setup = decide([hello(rank, cores=(0, 1)) for rank in range(3)])
     assert [rank.threads for rank in setup.ranks] == [1, 1, 1]
-    assert all(rank.share_cores for rank in setup.ranks)
+    assert {rank.wait for rank in setup.ranks} == {"sleep"}
     assert not any(rank.use_progress_thread for rank in setup.ranks)
+
+
+def test_waiting_follows_the_cores_unless_it_is_told() -> None:
+    exact, tight = [hello(rank, cores=(0, 1), threads=1) for rank in range(2)], [hello(0), hello(1, threads=4)]
+    assert {rank.wait for rank in decide(exact).ranks} == {"spin"}
+    assert {rank.wait for rank in decide(tight).ranks} == {"sleep"}
+    assert {rank.wait for rank in decide(exact, wait="sleep").ranks} == {"sleep"}
+    assert {rank.wait for rank in decide(tight, wait="spin").ranks} == {"spin"}
 
 
 def test_a_progress_thread_needs_a_core_that_no_thread_uses() -> None:
@@ -69,7 +77,7 @@ def test_binding_that_cannot_be_is_refused_only_where_it_was_asked_for() -> None
 
 def test_one_process_is_both_parts() -> None:
     (rank,) = decide([dataclasses.replace(hello(0), isas=X86)]).ranks
-    assert (rank.role, rank.isa, rank.share_cores) == ("both", "avx2", False)
+    assert (rank.role, rank.isa, rank.wait) == ("both", "avx2", "spin")
     assert rank.num_blocks[0] > 0
     assert rank.pin_cores == ()
 

@@ -1,6 +1,6 @@
-"""``fastdecode bench schedule``: what the pipeline hides.
+"""``fastdecode bench schedule``: what the pipeline hides, and what the schedule levels.
 
-Weights are random and prompts are not computed: decode alone is measured.
+Weights are random; but for the case ``prefill`` prompts are not computed.
 """
 
 from __future__ import annotations
@@ -17,26 +17,43 @@ from fastdecode_hpc.files import check_writable, write_json
 from fastdecode_hpc.launch import announce, detect, launch
 
 if TYPE_CHECKING:
-    from fastdecode_hpc.bench.schedule_cases import Figures, ScheduleCases
+    from fastdecode_hpc.bench.figures import Figures
+    from fastdecode_hpc.bench.schedule_session import ScheduleSession
     from fastdecode_hpc.transport.mpi import World
 
-DEFAULT_MODEL = "benchmarks/configs/wide-attention"
+OVERLAP_MODEL, LIVES_MODEL = "benchmarks/configs/wide-attention", "benchmarks/configs/short-lives"
+OVERLAP_BATCH, LIVES_BATCH = 128, 64
 
 
 def add_arguments(benches: Any) -> None:
     """Add ``schedule`` to the sub-commands of ``bench``."""
     parser = benches.add_parser(
         "schedule",
-        help="how far S-Part and R-Part overlap",
-        description="Measure how far S-Part and R-Part overlap, on random weights and given KV.",
+        help="how far S-Part and R-Part overlap, and what the schedules do",
+        description="Measure how far S-Part and R-Part overlap, and what the schedules do, on random weights.",
     )
-    parser.add_argument("--model", default=DEFAULT_MODEL, help=f"folder with config.json (default: {DEFAULT_MODEL})")
+    parser.add_argument(
+        "--model", metavar="MODEL",
+        help=f"as of generate; only its shape counts (default: {OVERLAP_MODEL}, of whole generations {LIVES_MODEL})",
+    )  # fmt: skip
     parser.add_argument("--ranks", type=int, metavar="N", help="outside a launcher: processes to start (default: 2)")
     parser.add_argument("--cases", type=split_names, default=[], metavar="NAME,...", help="only these (default: all)")
-    parser.add_argument("--batch", type=int, default=32, metavar="N", help="sequences in decode (default: 32)")
+    parser.add_argument(
+        "--batch", type=int, metavar="N",
+        help=f"sequences in decode (default: {OVERLAP_BATCH}, of whole generations {LIVES_BATCH})",
+    )  # fmt: skip
     parser.add_argument("--steps", type=int, default=24, metavar="N", help="steps of a measurement (default: 24)")
     parser.add_argument("--rounds", type=int, default=MIN_ROUNDS, metavar="N", help=f"(default: {MIN_ROUNDS})")
+    parser.add_argument(
+        "--new-tokens", type=int, metavar="N",
+        help="of whole generations: mean length of an output (default: so that attention takes as long as the S-Part)",
+    )  # fmt: skip
     parser.add_argument("--threads", type=int, metavar="N", help="threads of each rank (default: its cores)")
+    parser.add_argument("--wait", choices=("auto", "spin", "sleep"), default="auto", help="as of generate")
+    parser.add_argument(
+        "--empty-stages", action="store_true", help="measure only the loop itself, in one process, with empty stages"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw load and step latency of whole generations")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to a JSON file")
     parser.set_defaults(func=run_schedule)
 
@@ -44,50 +61,99 @@ def add_arguments(benches: Any) -> None:
 def run_schedule(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """``fastdecode bench schedule``; the exit code."""
     _check(args)
+    if args.empty_stages:
+        from fastdecode_hpc.bench.empty_stages import measure_empty_stages
+
+        _report(args, [measure_empty_stages(args.batch or LIVES_BATCH, args.rounds)], [])
+        return 0
     if detect().kind == "none" and (args.ranks or 2) > 1:
         return launch(args.ranks or 2, argv)
     announce()
     from fastdecode_hpc.engine import run_as_rank
 
-    run = RunConfig(
-        model=args.model, load_format="dummy", max_batch_size=args.batch, threads=args.threads, device="cpu"
-    )
-    return run_as_rank(run, lambda world: _run_rank(args, run, world))
+    return run_as_rank(_run_config(args, OVERLAP_MODEL, OVERLAP_BATCH), lambda world: _run_rank(args, world))
 
 
 def _check(args: argparse.Namespace) -> None:
-    from fastdecode_hpc.bench.schedule_cases import OVERLAP
+    from fastdecode_hpc.bench.schedule_lives import LIVES
+    from fastdecode_hpc.bench.schedule_overlap import OVERLAP
+    from fastdecode_hpc.bench.schedule_prefill import PREFILL
 
     check_at_least("rounds", args.rounds, MIN_ROUNDS)
     check_at_least("steps", args.steps, 4)
-    check_at_least("batch", args.batch, 2)
+    for name, low in (("batch", 2), ("new_tokens", 16)):
+        if getattr(args, name) is not None:
+            check_at_least(name, getattr(args, name), low)
+    known = (*OVERLAP, PREFILL, *LIVES)
     for name in args.cases:
-        if name not in OVERLAP:
-            raise ConfigError(f"--cases has {name!r}; there are {', '.join(OVERLAP)}")
-    if not (Path(args.model) / "config.json").is_file():
-        raise ConfigError(f"--model is {args.model}; it must be a folder with config.json, such as {DEFAULT_MODEL}")
+        if name not in known:
+            raise ConfigError(f"--cases has {name!r}; there are {', '.join(known)}")
     if args.json is not None:
         check_writable(args.json)
+    if args.plot is not None:
+        from fastdecode_hpc.bench.schedule_plot import check_plot
+
+        check_plot(args.plot)
+        check_writable(args.plot)
+        if args.cases and not set(args.cases) & set(LIVES):
+            raise ConfigError(f"--plot draws whole generations; --cases must have one of {', '.join(LIVES)}")
 
 
-def _run_rank(args: argparse.Namespace, run: RunConfig, world: World | None) -> int:
-    from fastdecode_hpc.bench.schedule_cases import ScheduleCases
+def _run_config(args: argparse.Namespace, model: str, batch: int) -> RunConfig:
+    return RunConfig(
+        model=args.model or model,
+        load_format="dummy",
+        max_batch_size=args.batch or batch,
+        threads=args.threads,
+        wait=args.wait,
+        device="cpu",
+    )
+
+
+def _run_rank(args: argparse.Namespace, world: World | None) -> int:
     from fastdecode_hpc.bench.schedule_session import ScheduleSession
 
-    session = ScheduleSession(run, world, (2, 1))
+    session = ScheduleSession(world)
     if world is not None and not world.is_s_rank:
         session.follow()
         return 0
-    cases = ScheduleCases(session, rounds=args.rounds, num_steps=args.steps)
-    rows = cases.measure(args.cases)
+    rows = _measure(args, session)
     session.end()
-    _report(args, cases, rows)
+    _report(args, rows, session.rank_lines())
     return 0
 
 
-def _report(args: argparse.Namespace, cases: ScheduleCases, rows: list[Figures]) -> None:
-    from fastdecode_hpc.bench.schedule_cases import format_rows
+def _measure(args: argparse.Namespace, session: ScheduleSession) -> list[Figures]:
+    """The chosen cases, group by group."""
+    from fastdecode_hpc.bench.schedule_lives import LIVES, LivesCases
+    from fastdecode_hpc.bench.schedule_overlap import OVERLAP, OverlapCases
+    from fastdecode_hpc.bench.schedule_prefill import PREFILL, PrefillCase
+
+    rows: list[Figures] = []
+    overlap = _run_config(args, OVERLAP_MODEL, OVERLAP_BATCH)
+    if names := _chosen(args, OVERLAP):
+        rows += OverlapCases(session, overlap, rounds=args.rounds, num_steps=args.steps).measure(names)
+    if _chosen(args, (PREFILL,)):
+        rows.append(PrefillCase(session, overlap, rounds=args.rounds).measure())
+    if names := _chosen(args, LIVES):
+        run = _run_config(args, LIVES_MODEL, LIVES_BATCH)
+        lives = LivesCases(session, run, rounds=args.rounds, mean_new=args.new_tokens)
+        rows += lives.measure(names)
+        if args.plot is not None:
+            from fastdecode_hpc.bench.schedule_plot import plot_lives
+
+            plot_lives(lives.recordings, args.plot)
+    return rows
+
+
+def _chosen(args: argparse.Namespace, names: Sequence[str] | dict[str, Any]) -> list[str]:
+    return [name for name in names if not args.cases or name in args.cases]
+
+
+def _report(args: argparse.Namespace, rows: list[Figures], ranks: list[str]) -> None:
+    from fastdecode_hpc.bench.machine import program_figures
+    from fastdecode_hpc.bench.schedule_table import format_rows
 
     print(format_rows(rows))
     if args.json is not None:
-        write_json(args.json, {"machine": cases.machine_figures(), "cases": rows})
+        write_json(args.json, {"machine": {**program_figures(), "ranks": ranks}, "cases": rows})

@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from fastdecode_hpc.schedule.bound import StageTimes, best_step_time
 from fastdecode_hpc.timing import StepTimes
+
+PEAK_STEPS = 9  # of which the median counts as a step's latency when the longest is looked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,21 @@ class Window:
         return max(self.t_s_part, self.t_r_part) / self.wall_s
 
     @property
+    def peak_step_s(self) -> float:
+        """Longest step, taken as a running median: on a shared machine any single step may be disturbed."""
+        return float(running_median(step_latencies(self.steps), PEAK_STEPS).max())
+
+    @property
+    def peak_load(self) -> int:
+        """Most tokens read in a step."""
+        return int(step_loads(self.steps).max())
+
+    @property
+    def mean_load(self) -> float:
+        """Tokens read in a step."""
+        return float(step_loads(self.steps).mean())
+
+    @property
     def bound(self) -> float:
         """The same ratio if stages of these times follow each other without any loss."""
         slots = [self._stage_times(slot) for slot in range(self.num_slots)]
@@ -109,17 +127,29 @@ def full_steps(steps: Sequence[StepTimes], num_rows: int) -> tuple[int, int]:
     return (min(full), max(full)) if full else (0, 0)
 
 
-def step_latencies(steps: Sequence[StepTimes]) -> np.ndarray:
+def step_latencies(steps: Sequence[StepTimes]) -> npt.NDArray[np.float64]:
     """Seconds from each step's start to the next one's: ``[num_steps - 1]``."""
     return np.diff([step.t_start for step in sorted(steps, key=lambda step: step.step) if step.slot == 0])
 
 
-def step_loads(steps: Sequence[StepTimes]) -> np.ndarray:
+def step_loads(steps: Sequence[StepTimes]) -> npt.NDArray[np.int64]:
     """Load of each step, all slots together: ``[num_steps]`` tokens."""
     loads: dict[int, int] = defaultdict(int)
     for step in steps:
         loads[step.step] += step.load_tokens
     return np.array([loads[step] for step in sorted(loads)])
+
+
+def running_median(values: npt.NDArray[np.float64], width: int) -> npt.NDArray[np.float64]:
+    """Median of every `width` neighbours: ``[len(values) - width + 1]``, at least one."""
+    width = min(width, len(values))
+    return np.median(np.lib.stride_tricks.sliding_window_view(values, width), axis=1)
+
+
+def steps_between(steps: Sequence[StepTimes], start_s: float, stop_s: float) -> tuple[int, int]:
+    """First and last of the steps that began in a stretch of time."""
+    inside = [step.step for step in steps if step.slot == 0 and start_s <= step.t_start <= stop_s]
+    return min(inside), max(inside)
 
 
 def solve_context(low: tuple[int, float], high: tuple[int, float], r_part: float) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -19,84 +19,117 @@ if TYPE_CHECKING:
 
 SETTLING_STEPS = 3  # after all sequences have started
 PROBE_STEPS = 12
+MARGIN_STEPS = 2 * SETTLING_STEPS + 2  # of a steady run, beside those that count
+
+Lengths = tuple[int, int]  # tokens of a prompt, and of its output
+
+
+@dataclass(slots=True)
+class Recording:
+    """What a run told.
+
+    Attributes
+    ----------
+    steps : list of StepTimes
+        Of all slots.
+    t_started_s, t_finished_s : list of float
+        First token and end of each sequence, in the order in which they ended, since the run's start.
+    num_layers, num_slots : int
+    """
+
+    num_layers: int
+    num_slots: int
+    steps: list[StepTimes] = field(default_factory=list)
+    t_started_s: list[float] = field(default_factory=list)
+    t_finished_s: list[float] = field(default_factory=list)
+
+    def complete(self, completion: Completion) -> None:
+        """Take a sequence's times."""
+        if completion.error is not None:
+            raise RuntimeError(f"a sequence cannot be run: {completion.error[1]}")
+        self.t_started_s.append(completion.t_first_token_s)
+        self.t_finished_s.append(completion.t_finished_s)
+
+    def window(self, first: int, stop: int) -> Window:
+        """The steps from `first` until `stop`, which must have begun."""
+        return Window.of(self.steps, first, stop, num_layers=self.num_layers, num_slots=self.num_slots)
 
 
 class ScheduleSession:
-    """Engines with one and with two slots on all ranks, and runs of given lengths on them.
+    """Engines of several options on all ranks, and runs of given lengths on them.
 
     Parameters
     ----------
-    run : RunConfig
-        Its `num_slots` does not count.
     world : World or None
         None: one process, in which nothing overlaps.
-    slot_counts : sequence of int
-        Engines to make.
     """
 
-    def __init__(self, run: RunConfig, world: World | None, slot_counts: Sequence[int]) -> None:
+    def __init__(self, world: World | None) -> None:
         self.world = world
-        self.engines = {
-            count: Engine(dataclasses.replace(run, num_slots=count), world=world, given_kv=True)
-            for count in slot_counts
-        }
-        self.batch = run.max_batch_size
-        setup = next(iter(self.engines.values())).setup
-        self.num_layers, self.max_context_len = setup.model.num_layers, setup.max_context_len
+        self._engines: dict[tuple[RunConfig, bool], Engine] = {}
 
     def follow(self) -> None:
         """Be an R-worker for every run that rank 0 makes; returns after its `end`."""
         assert self.world is not None
-        while (num_slots := self.world.bcast()) is not None:
-            self.engines[num_slots].work()
+        while (told := self.world.bcast()) is not None:
+            self._engine(*told).work()
 
     def end(self) -> None:
         """Let the other ranks go."""
         if self.world is not None:
             self.world.bcast(None)
 
-    def decode(self, num_slots: int, lengths: Sequence[tuple[int, int]]) -> list[StepTimes]:
-        """Decode sequences of these prompt and output lengths; the prompts' K and V are given.
+    def decode(self, run: RunConfig, lengths: Sequence[Lengths], *, given_kv: bool = True) -> Recording:
+        """Run sequences of these lengths, all of which are there from the start.
 
-        Returns
-        -------
-        list of StepTimes
-            Of all steps of all slots.
+        Parameters
+        ----------
+        given_kv : bool
+            Compute no prompts.
         """
-        engine = self.engines[num_slots]
-        steps: list[StepTimes] = []
         if self.world is not None:
-            self.world.bcast(num_slots)
+            self.world.bcast((run, given_kv))
+        engine = self._engine(run, given_kv)
+        recording = Recording(engine.setup.model.num_layers, run.num_slots)
         requests = (
             Request(index, None, [1] * prompt_len, params=SamplingParams(max_new_tokens=new, ignore_eos=True))
             for index, (prompt_len, new) in enumerate(lengths)
         )
-        engine.run(requests, Hooks(_refuse_errors, on_step=steps.append))
-        return steps
+        engine.run(requests, Hooks(recording.complete, on_step=recording.steps.append))
+        return recording
 
-    def steady(self, num_slots: int, context: int, num_steps: int) -> Window:
+    def steady(self, run: RunConfig, context: int, num_steps: int) -> Window:
         """Steps of a full batch whose sequences all have about `context` tokens."""
-        new = num_steps + 2 * SETTLING_STEPS + 2
-        prompt_len = min(max(1, context - new // 2), self.max_context_len - new - 1)
-        steps = self.decode(num_slots, [(prompt_len, new)] * self.batch)
-        first, last = full_steps(steps, self.batch)
-        return self.window(steps, num_slots, first + SETTLING_STEPS, last)
+        new = num_steps + MARGIN_STEPS
+        prompt_len = max(1, context - new // 2)
+        recording = self.decode(run, [(prompt_len, new)] * run.max_batch_size)
+        first, last = full_steps(recording.steps, run.max_batch_size)
+        return recording.window(first + SETTLING_STEPS, last)
 
-    def window(self, steps: Sequence[StepTimes], num_slots: int, first: int, stop: int) -> Window:
-        return Window.of(steps, first, stop, num_layers=self.num_layers, num_slots=num_slots)
-
-    def find_context(self, r_over_s: float, *, low: int = 64, high: int = 1024) -> int:
+    def find_context(self, run: RunConfig, r_over_s: float, *, low: int = 64, high: int = 1024) -> int:
         """Context at which attention takes `r_over_s` times as long as the S-Part."""
-        high = max(low + 1, min(high, self.max_context_len // 2))
+        self.decode(run, [(1, SETTLING_STEPS)] * run.max_batch_size)  # warms up
+        longest = self._engine(run, given_kv=True).setup.max_context_len - PROBE_STEPS - MARGIN_STEPS
+        high = max(low + 1, min(high, longest))
         probes, s_part = [], []
         for context in (low, high, low, high, low, high):
-            window = self.steady(2, context, PROBE_STEPS)
+            window = self.steady(run, context, PROBE_STEPS)
             probes.append((context, window.t_r_part / window.num_steps))
             s_part.append(window.t_s_part / window.num_steps)
         at = {end: median(seconds for context, seconds in probes if context == end) for end in (low, high)}
-        return solve_context((low, at[low]), (high, at[high]), r_over_s * median(s_part))
+        return min(longest, solve_context((low, at[low]), (high, at[high]), r_over_s * median(s_part)))
 
+    def num_owners(self, run: RunConfig) -> int:
+        """R-workers, of a run that has been made."""
+        return len(self._engine(run, given_kv=True).setup.owners)
 
-def _refuse_errors(completion: Completion) -> None:
-    if completion.error is not None:
-        raise RuntimeError(f"a sequence cannot be run: {completion.error[1]}")
+    def rank_lines(self) -> list[str]:
+        """Where the ranks run."""
+        engine = next(iter(self._engines.values()))
+        return [rank.line for rank in engine.setup.ranks]
+
+    def _engine(self, run: RunConfig, given_kv: bool) -> Engine:
+        """The engine of these options; all ranks make it together."""
+        if (run, given_kv) not in self._engines:
+            self._engines[run, given_kv] = Engine(run, world=self.world, given_kv=given_kv)
+        return self._engines[run, given_kv]

@@ -70,6 +70,11 @@ class Greedy:
         pass
 
 
+def choose_interval(mean_steps: float, *, max_batch_size: int, spread: int) -> int:
+    """Steps from one micro-batch to the next for which a micro-batch gets `spread` sequences."""
+    return max(1, round(spread * mean_steps / max_batch_size))
+
+
 class LoadStabilizing:
     """Starts micro-batches at intervals and never lets a step's expected load pass a limit.
 
@@ -122,7 +127,7 @@ class LoadStabilizing:
         """F, in steps."""
         if self._start_interval is not None:
             return self._start_interval
-        return max(1, round(self._spread * self._mean_steps / self.max_batch_size))
+        return choose_interval(self._mean_steps, max_batch_size=self.max_batch_size, spread=self._spread)
 
     @property
     def micro_batch_size(self) -> int:

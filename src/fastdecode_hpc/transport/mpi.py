@@ -190,8 +190,8 @@ class Progress:
 
     Parameters
     ----------
-    share_cores : bool
-        Ranks of this host have no more cores than threads: a wait sleeps after a short spin.
+    wait : str
+        ``spin``: a wait polls until it is over; ``sleep``: after a short spin it sleeps between polls.
     use_thread : bool
         Start the progress thread.
     watchdog_s : float
@@ -200,10 +200,8 @@ class Progress:
         Cores for that thread; by default those of the thread that makes this, which may be bound to one.
     """
 
-    def __init__(
-        self, *, share_cores: bool, use_thread: bool, watchdog_s: float, thread_cores: Collection[int] = ()
-    ) -> None:
-        self.share_cores = share_cores
+    def __init__(self, *, wait: str, use_thread: bool, watchdog_s: float, thread_cores: Collection[int] = ()) -> None:
+        self._sleeps = wait == "sleep"
         self.watchdog_s = watchdog_s
         self.armed = False  # by the first plan: until then rank 0 may load weights for as long as it takes
         self.t_wait = 0.0
@@ -257,7 +255,7 @@ class Progress:
         while not done():
             self.poke()
             polls += 1
-            if self.share_cores and polls > SPIN_POLLS and not done():
+            if self._sleeps and polls > SPIN_POLLS and not done():
                 time.sleep(SLEEP_S)
             if self.armed and polls % 1024 == 0 and time.perf_counter() - started > self.watchdog_s:
                 raise WatchdogError(
