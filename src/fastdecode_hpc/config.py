@@ -173,6 +173,11 @@ class RunConfig:
         "type of the S-Part; auto: fp32 on a CPU, the checkpoint's own on a GPU",
         choices=("auto", *DTYPE_BYTES),
     )
+    cuda_graphs: str = _option(
+        "auto",
+        "replay the stages of decode as CUDA graphs; auto: where the S-Part is on a GPU",
+        choices=("auto", "off"),
+    )
     wire_dtype: str = _option("fp16", "type of q, k, v and o on the wire", choices=tuple(DTYPE_BYTES))
     kv_dtype: str = _option(
         "fp16", "type of the KV cache: fp32, fp16, bf16, int8, int4, or both as k=int8,v=int4", metavar="TYPE"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from fastdecode_hpc.config import RunConfig
 from fastdecode_hpc.intake import Accepted, Intake, RequestFailure
 from fastdecode_hpc.results import Completion, Hooks, RunStats
+from fastdecode_hpc.s_part.device import Device, make_device
 from fastdecode_hpc.s_part.model import SPart
 from fastdecode_hpc.s_part.prefill import GivenKV, Prefill
 from fastdecode_hpc.s_part.wire import WireCast
@@ -88,15 +89,16 @@ class Run:
     def run(self, requests: Iterator[Request], transport: SEnd) -> RunStats:
         """Run all requests, over a transport that is closed at the end."""
         started = time.perf_counter()
+        device = make_device(self.s_part.device, cuda_graphs=self.config.cuda_graphs)
         cast = WireCast(self.config.wire_dtype, self.s_part.device)
-        worker = self._make_worker(requests, transport, cast)
+        worker = self._make_worker(requests, device, transport, cast)
         worker.run()
         self.stats.t_run_s = time.perf_counter() - started
         self.stats.num_saturated = cast.num_saturated
         self.stats.stopped = worker.stopping
         return self.stats
 
-    def _make_worker(self, requests: Iterator[Request], transport: SEnd, cast: WireCast) -> SWorker:
+    def _make_worker(self, requests: Iterator[Request], device: Device, transport: SEnd, cast: WireCast) -> SWorker:
         config, layout = self.config, self.setup.layout
         admission = Admission(
             self._placement,
@@ -108,9 +110,10 @@ class Run:
         eos = () if self.tokenizer is None else self.tokenizer.eos_token_ids
         return SWorker(
             self.s_part,
+            device,
             transport,
             admission,
-            self._make_prefill(transport, cast),
+            self._make_prefill(device, transport, cast),
             cast,
             layout,
             eos_token_ids={*self.setup.model.eos_token_ids, *eos},
@@ -121,11 +124,12 @@ class Run:
             stop_requested=lambda: self.stop_requested() or self.hooks.stop_requested(),
         )
 
-    def _make_prefill(self, transport: SEnd, cast: WireCast) -> Prefill | GivenKV:
+    def _make_prefill(self, device: Device, transport: SEnd, cast: WireCast) -> Prefill | GivenKV:
         if self.given_kv:
             return GivenKV(self.s_part)
         return Prefill(
             self.s_part,
+            device,
             transport,
             self.setup.layout,
             cast,

@@ -7,6 +7,7 @@ import os
 import random
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -65,12 +66,26 @@ def kv_rows(segments: list[Segment], dtype) -> np.ndarray:
     return np.array(rows).astype(dtype)
 
 
+def filled_after(target: np.ndarray, rows: np.ndarray, polls: int) -> Callable[[], bool]:
+    """Puts the rows where they leave from when asked for the n-th time, as a device's copy does."""
+    asked = itertools.count()
+
+    def ready() -> bool:
+        if next(asked) < polls:
+            return False
+        target[:] = rows
+        return True
+
+    return ready
+
+
 def run_s_side(end, plans: list[list[StepPlan]], dtype) -> None:
     num_slots = len(plans)
     buffers = [(np.zeros((12, QKV_SIZE), dtype), np.zeros((12, Q_SIZE), dtype)) for _ in range(num_slots)]
     for slot, (qkv, out) in enumerate(buffers):
         end.bind(slot, qkv, out)
     current: list[StepPlan | None] = [None] * num_slots
+    units = itertools.count()
     for stage in pipeline(NUM_LAYERS, num_slots):
         slot = stage.slot
         out, plan = end.wait_out(slot), current[slot]
@@ -87,7 +102,9 @@ def run_s_side(end, plans: list[list[StepPlan]], dtype) -> None:
             end.send_plan(slot, plan)
             for _, group in itertools.groupby(plan.segments, key=lambda s: (s.unit, s.owner)):
                 segments = list(group)
-                end.send_kv(segments, kv_rows(segments, dtype))
+                rows = kv_rows(segments, dtype)
+                late = np.zeros_like(rows)
+                end.send_kv(segments, late, filled_after(late, rows, polls=next(units) % 4))
         if all(p is not None and p.kind is PlanKind.STOP for p in current):
             break
         if plan.kind is PlanKind.RUN:
@@ -224,3 +241,30 @@ def test_the_progress_thread_runs_where_it_is_told_and_its_maker_stays(world) ->
     assert os.sched_getaffinity(0) == cores
     progress.stop()
     world.barrier()
+
+
+def test_prompt_kv_that_is_under_way_is_bounded(world, monkeypatch) -> None:
+    """Rows count from when they are given away, whether a device still copies them or they are being sent."""
+    from fastdecode_hpc.transport import mpi_s_end
+
+    monkeypatch.setattr(mpi_s_end, "MAX_KV_UNDER_WAY", 3 * 4 * 2 * KV_SIZE)
+    end = make_ends(world, 1)
+    segments = [Segment(unit, unit, 1, 0, 0, 1) for unit in range(1, 9)]
+    plans = [[StepPlan(PlanKind.EMPTY, step, segments=segments if step == 0 else []) for step in range(NUM_STEPS)]]
+    if not world.is_s_rank:
+        run_r_side(end, plans, np.float32)
+        return
+    waited = []
+    send_kv = end.send_kv
+
+    def counted(segments, rows, ready) -> None:
+        before = end.t_wait
+        send_kv(segments, rows, ready)
+        waited.append(end.t_wait > before)
+        assert end._kv_bytes <= mpi_s_end.MAX_KV_UNDER_WAY
+
+    end.send_kv = counted
+    run_s_side(end, plans, np.float32)
+    assert len(waited) == 8
+    assert not any(waited[:3])
+    assert end._kv_bytes == 0

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastdecode_hpc.config import ModelConfig
+from fastdecode_hpc.s_part.device import CpuDevice
 from fastdecode_hpc.s_part.prefill import Prefill, cut_chunks
 from fastdecode_hpc.s_part.wire import WireCast
 from fastdecode_hpc.schedule.kv_layout import make_layout
@@ -63,7 +64,8 @@ class FakeTransport:
     def __init__(self) -> None:
         self.sent = []
 
-    def send_kv(self, segments, rows) -> None:
+    def send_kv(self, segments, rows, ready) -> None:
+        assert ready()
         self.sent.append((segments, rows))
 
     def poke(self) -> None:
@@ -83,7 +85,7 @@ def test_units_send_what_is_listed_and_end_each_prompt_once(
     layout = make_layout(model, block_size=8, kv_dtype=kv_dtype)
     transport = FakeTransport()
     prefill = Prefill(
-        FakeSPart(model), transport, layout, WireCast("fp32", torch.device("cpu")),
+        FakeSPart(model), CpuDevice(), transport, layout, WireCast("fp32", torch.device("cpu")),
         chunk_tokens=16, max_batch_tokens=max_batch_tokens,
     )  # fmt: skip
     waiting = [make_seq(i, length, owner=1 + i % 2) for i, length in enumerate(lengths)]

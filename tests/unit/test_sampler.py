@@ -6,10 +6,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastdecode_hpc.s_part.sampler import _filter, sample, uniform
+from fastdecode_hpc.s_part.sampler import Sampled, _filter, choose, pack, uniform, unpack
 from fastdecode_hpc.sequence import SamplingParams, Sequence
 
 VOCAB = 50
+
+
+def put(values: torch.Tensor) -> torch.Tensor:
+    return values
+
+
+def sample(logits: torch.Tensor, seqs: list[Sequence]) -> list[Sampled]:
+    """All rows in two blocks, as the worker does with many rows."""
+    half = len(seqs) // 2
+    blocks = [choose(logits[rows], seqs[rows], put) for rows in (slice(0, half), slice(half, None)) if seqs[rows]]
+    return unpack(pack(blocks).tolist(), seqs)
 
 
 def make_seq(seq_id: int = 0, *, seed: int = 0, output: tuple[int, ...] = (), **settings_) -> Sequence:
@@ -54,7 +65,7 @@ def test_filters_match_their_definitions(params: list[SamplingParams], seed: int
     logits = random_logits(len(params), seed)
     seqs = [Sequence(i, i, [1], p, 4) for i, p in enumerate(params)]
     temperature = torch.tensor([[p.temperature] for p in params])
-    got = _filter((logits - logits.amax(-1, keepdim=True)) / temperature, seqs)
+    got = _filter((logits - logits.amax(-1, keepdim=True)) / temperature, seqs, put)
     got = got / got.sum(-1, keepdim=True)
     for row, p in enumerate(params):
         np.testing.assert_allclose(got[row].numpy(), expected_probs(logits[row].numpy(), p), atol=2e-5)

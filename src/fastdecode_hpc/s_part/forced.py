@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastdecode_hpc.s_part.device import as_rows
 from fastdecode_hpc.s_part.model import SPart
-from fastdecode_hpc.s_part.wire import WireCast
 from fastdecode_hpc.transport.base import Rows
 
 LOGIT_ROWS = 256  # logits held at once for each of two passes: [256, vocab_size] float32
@@ -45,12 +45,11 @@ def forced_pass(s_part: SPart, windows: np.ndarray, attend: Attend) -> Tensor:
         ``[num_windows, context, hidden_size]``, input of the head.
     """
     num_windows, context = windows.shape
-    cast = WireCast("fp32", s_part.device)
     positions = torch.arange(context, device=s_part.device).repeat(num_windows)
     hidden = s_part.embed(torch.from_numpy(windows.reshape(-1)).to(s_part.device))
     for layer in range(s_part.config.num_layers):
         qkv = s_part.pre_attention(layer, hidden, positions)
-        o = attend(layer, cast.to_rows(qkv))
+        o = attend(layer, as_rows(qkv.float().cpu().contiguous()))
         hidden = s_part.post_attention(layer, hidden, torch.from_numpy(o).to(s_part.device))
     return hidden.unflatten(0, (num_windows, context))
 

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from fastdecode_hpc.s_part.device import Device, as_rows
 from fastdecode_hpc.s_part.model import SPart
 from fastdecode_hpc.s_part.wire import WireCast
 from fastdecode_hpc.schedule.kv_layout import KVLayout
@@ -81,6 +82,7 @@ class Prefill:
     Parameters
     ----------
     s_part : SPart
+    device : Device
     transport : SEnd
     layout : KVLayout
         Says which tokens a windowed layer will never need; those are not sent.
@@ -94,6 +96,7 @@ class Prefill:
     def __init__(
         self,
         s_part: SPart,
+        device: Device,
         transport: SEnd,
         layout: KVLayout,
         cast: WireCast,
@@ -102,6 +105,7 @@ class Prefill:
         max_batch_tokens: int,
     ) -> None:
         self.s_part = s_part
+        self.device = device
         self.transport = transport
         self.cast = cast
         self.chunk_tokens = chunk_tokens
@@ -178,7 +182,7 @@ class Prefill:
         )
 
     def _tensor(self, values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.s_part.device)
+        return self.device.put(torch.tensor(values, dtype=torch.int64))
 
     def _segments(self, unit: Unit) -> list[Segment]:
         """What of a unit's K/V its owners will ever read."""
@@ -217,7 +221,8 @@ class Prefill:
         for _, group in itertools.groupby(self._segments(unit), key=lambda segment: segment.owner):
             segments = list(group)
             rows = torch.cat([rows_of[segment.seq_id][-segment.num_tokens :] for segment in segments])
-            self.transport.send_kv(segments, self.cast.to_rows(rows))
+            kv, ready = self.device.download(self.cast.round(rows))
+            self.transport.send_kv(segments, as_rows(kv), ready)
 
 
 class GivenKV:

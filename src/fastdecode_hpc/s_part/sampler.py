@@ -2,16 +2,25 @@
 
 Random numbers come from a counter-based generator keyed by (seed, request index, choice, token index),
 so a row's result never depends on its neighbours, on the batch or on the number of ranks.
+
+`choose` enqueues everything on the logits' device without looking at a value, `pack` makes one tensor of it, and
+`unpack` reads that on the host.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Ordered
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fastdecode_hpc.sequence import Sequence, TokenLogprob
+
+Put = Callable[[Tensor], Tensor]  # brings a small host tensor to the device of the logits
 
 MIN_TEMPERATURE = 1e-6  # below it only the most likely token has any mass in float32
 
@@ -31,7 +40,14 @@ def uniform(seed: int, index: int, choice: int, token_index: int) -> float:
     return (int(raw) >> 11) * 2.0**-53
 
 
-def sample(logits: torch.Tensor, seqs: list[Sequence]) -> list[Sampled]:
+class Choices(NamedTuple):
+    """What was chosen for some rows, on the device of their logits."""
+
+    rows: Tensor  # [num_rows, 2] float64: the token, whether all logits of the row are finite
+    logprobs: list[Tensor]  # of each row that asks for them: [1 + 2 * num_top] float64
+
+
+def choose(logits: Tensor, seqs: list[Sequence], put: Put) -> Choices:
     """Choose the next token of every row.
 
     Parameters
@@ -40,78 +56,103 @@ def sample(logits: torch.Tensor, seqs: list[Sequence]) -> list[Sampled]:
         ``[num_rows, vocab] float32``; changed in place by repetition penalties.
     seqs : list of Sequence
         One a row.
+    put : callable
     """
     with torch.inference_mode():
-        return _sample(logits, seqs)
+        for row, seq in enumerate(seqs):
+            if seq.params.repetition_penalty != 1.0:
+                _penalise(logits[row], seq, put)
+        tokens = logits.argmax(dim=-1)
+        drawn = [row for row, seq in enumerate(seqs) if not seq.params.is_greedy]
+        if drawn:
+            rows = put(torch.tensor(drawn))
+            tokens.index_copy_(0, rows, _draw(logits[rows], [seqs[row] for row in drawn], put))
+        finite = torch.isfinite(logits).all(dim=-1)
+        return Choices(
+            torch.stack((tokens.double(), finite.double()), dim=1),
+            [
+                _logprob(logits[row], tokens[row : row + 1], seq.params.logprobs)
+                for row, seq in enumerate(seqs)
+                if seq.params.logprobs is not None
+            ],
+        )
 
 
-def _sample(logits: torch.Tensor, seqs: list[Sequence]) -> list[Sampled]:
+def pack(choices: Ordered[Choices]) -> Tensor:
+    """Choices of consecutive rows in one tensor, ``[num_values]`` float64 (which holds ids and float32 exactly)."""
+    with torch.inference_mode():
+        rows = [block.rows.flatten() for block in choices]
+        return torch.cat([*rows, *(logprobs for block in choices for logprobs in block.logprobs)])
+
+
+def unpack(values: list[float], seqs: list[Sequence]) -> list[Sampled]:
+    """The results of all rows from the values of `pack`."""
+    rest = itertools.islice(values, 2 * len(seqs), None)
+    results = []
     for row, seq in enumerate(seqs):
-        if seq.params.repetition_penalty != 1.0:
-            _penalise(logits[row], seq)
-    finite = torch.isfinite(logits).all(dim=-1).tolist()
-    tokens = logits.argmax(dim=-1)
-    drawn = [row for row, seq in enumerate(seqs) if not seq.params.is_greedy and finite[row]]
-    if drawn:
-        tokens[drawn] = _draw(logits[drawn], [seqs[row] for row in drawn])
-    ids = tokens.tolist()
-    return [
-        Sampled(token, _logprob(logits[row], token, seq.params.logprobs) if ok else None, ok)
-        for row, (token, seq, ok) in enumerate(zip(ids, seqs, finite, strict=True))
-    ]
+        token, is_finite = int(values[2 * row]), bool(values[2 * row + 1])
+        logprob = None if seq.params.logprobs is None else _read_logprob(token, rest, seq.params.logprobs)
+        results.append(Sampled(token, logprob if is_finite else None, is_finite))
+    return results
 
 
-def _penalise(logits: torch.Tensor, seq: Sequence) -> None:
+def _penalise(logits: Tensor, seq: Sequence, put: Put) -> None:
     """Divide positive and multiply negative logits of every token in prompt or output (CTRL, section 4.1)."""
-    seen = torch.tensor(sorted({*seq.prompt_ids, *seq.output_ids}), device=logits.device)
+    seen = put(torch.tensor(sorted({*seq.prompt_ids, *seq.output_ids})))
     values, penalty = logits[seen], seq.params.repetition_penalty
     logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
 
 
-def _draw(logits: torch.Tensor, seqs: list[Sequence]) -> torch.Tensor:
-    """Sample one token a row by inverting its distribution function at the row's random number."""
-    device = logits.device
-    temperature = torch.tensor([[max(seq.params.temperature, MIN_TEMPERATURE)] for seq in seqs], device=device)
+def _draw(logits: Tensor, seqs: list[Sequence], put: Put) -> Tensor:
+    """Sample one token a row by inverting its distribution function at the row's random number.
+
+    Any token where logits are not finite.
+    """
+    temperature = put(torch.tensor([[max(seq.params.temperature, MIN_TEMPERATURE)] for seq in seqs]))
     # The largest logit is taken off first: a tiny temperature then can't overflow.
     scaled = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
-    probs = _filter(scaled, seqs)
+    probs = _filter(scaled, seqs, put)
     # float64: with 100k tokens a float32 running sum loses the tail.
     cdf = probs.double().cumsum(dim=-1)
     u = torch.tensor([[uniform(s.seed, s.index, s.choice, len(s.output_ids))] for s in seqs], dtype=torch.float64)
-    target = u.to(device) * cdf[:, -1:]
+    target = put(u) * cdf[:, -1:]
     picks = torch.searchsorted(cdf, target, right=True).squeeze(-1)
     # Rounding can put the target on the very end: the last token with any mass is meant then.
     last = probs.shape[-1] - 1 - (probs > 0).flip(-1).int().argmax(dim=-1)
     return torch.minimum(picks, last)
 
 
-def _filter(scaled: torch.Tensor, seqs: list[Sequence]) -> torch.Tensor:
+def _filter(scaled: Tensor, seqs: list[Sequence], put: Put) -> Tensor:
     """Probabilities after top-k, then top-p, then min-p; what is filtered out has 0."""
     probs = scaled.softmax(dim=-1)
     ranked = [row for row, seq in enumerate(seqs) if seq.params.top_k > 0 or seq.params.top_p < 1.0]
     if ranked:
-        probs[ranked] = _keep_best(probs[ranked], [seqs[row] for row in ranked])
-    min_p = torch.tensor([[seq.params.min_p] for seq in seqs], device=scaled.device)
+        rows = put(torch.tensor(ranked))
+        probs.index_copy_(0, rows, _keep_best(probs[rows], [seqs[row] for row in ranked], put))
+    min_p = put(torch.tensor([[seq.params.min_p] for seq in seqs]))
     return probs.masked_fill(probs < min_p * probs.amax(dim=-1, keepdim=True), 0.0)
 
 
-def _keep_best(probs: torch.Tensor, seqs: list[Sequence]) -> torch.Tensor:
+def _keep_best(probs: Tensor, seqs: list[Sequence], put: Put) -> Tensor:
     """Zero what lies outside the `top_k` likeliest, then outside the smallest set of mass `top_p` among those."""
-    vocab, device = probs.shape[-1], probs.device
-    top_k = torch.tensor([[s.params.top_k or vocab] for s in seqs], device=device)
-    top_p = torch.tensor([[s.params.top_p] for s in seqs], device=device, dtype=torch.float64)
+    vocab = probs.shape[-1]
+    top_k = put(torch.tensor([[s.params.top_k or vocab] for s in seqs]))
+    top_p = put(torch.tensor([[s.params.top_p] for s in seqs], dtype=torch.float64))
     order = probs.sort(dim=-1, descending=True, stable=True)
-    best = order.values.masked_fill(torch.arange(vocab, device=device) >= top_k, 0.0).double()
+    best = order.values.masked_fill(torch.arange(vocab, device=probs.device) >= top_k, 0.0).double()
     before = best.cumsum(dim=-1) - best
     kept = best.masked_fill(before >= top_p * best.sum(dim=-1, keepdim=True), 0.0)
     return torch.zeros_like(probs).scatter_(-1, order.indices, kept.to(probs.dtype))
 
 
-def _logprob(logits: torch.Tensor, token: int, num_top: int | None) -> TokenLogprob | None:
-    """Log-probabilities of one row before temperature and filters."""
-    if num_top is None:
-        return None
+def _logprob(logits: Tensor, token: Tensor, num_top: int) -> Tensor:
+    """Log-probabilities of one row before temperature and filters: of `token`, of the `num_top` best, and their ids."""
     logprobs = logits.log_softmax(dim=-1)
     best = logprobs.topk(num_top)
-    top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-    return TokenLogprob(token, float(logprobs[token]), top)
+    return torch.cat((logprobs[token].double(), best.values.double(), best.indices.double()))
+
+
+def _read_logprob(token: int, values: Iterator[float], num_top: int) -> TokenLogprob:
+    own, *rest = itertools.islice(values, 1 + 2 * num_top)
+    best, ids = rest[:num_top], rest[num_top:]
+    return TokenLogprob(token, own, tuple(zip(map(int, ids), best, strict=True)))

@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
 
+from fastdecode_hpc.s_part.device import Device
 from fastdecode_hpc.s_part.model import SPart
 from fastdecode_hpc.s_part.prefill import GivenKV, Prefill
-from fastdecode_hpc.s_part.sampler import Sampled, sample
+from fastdecode_hpc.s_part.sampler import Sampled, choose, pack, unpack
+from fastdecode_hpc.s_part.stages import SlotStages
 from fastdecode_hpc.s_part.wire import WireCast
 from fastdecode_hpc.schedule.admission import Admission
 from fastdecode_hpc.schedule.kv_layout import KVLayout
@@ -33,14 +35,12 @@ class SlotState:
     """One mini-batch and its place in the pipeline."""
 
     batch: MiniBatch
-    qkv: Rows
+    stages: SlotStages
+    s_part: Stopwatch
+    head: Stopwatch
+    prefill: Stopwatch
     plan: StepPlan | None = None
-    hidden: torch.Tensor | None = None  # [num_rows, hidden]
-    positions: torch.Tensor | None = None  # [num_rows] int64
     times: StepTimes | None = None
-    s_part: Stopwatch = field(default_factory=Stopwatch)
-    head: Stopwatch = field(default_factory=Stopwatch)
-    prefill: Stopwatch = field(default_factory=Stopwatch)
     t_wait: float = 0.0
 
 
@@ -50,6 +50,8 @@ class SWorker:
     Parameters
     ----------
     s_part : SPart
+    device : Device
+        The seam to what `s_part` lies on.
     transport : SEnd
     admission : Admission
     prefill : Prefill or GivenKV
@@ -67,6 +69,7 @@ class SWorker:
     def __init__(
         self,
         s_part: SPart,
+        device: Device,
         transport: SEnd,
         admission: Admission,
         prefill: Prefill | GivenKV,
@@ -81,6 +84,7 @@ class SWorker:
         stop_requested: Callable[[], bool],
     ) -> None:
         self.s_part = s_part
+        self.device = device
         self.transport = transport
         self.admission = admission
         self.prefill = prefill
@@ -98,10 +102,10 @@ class SWorker:
         self._started_s = 0.0
 
     def _make_slot(self, slot: int) -> SlotState:
-        config, max_rows = self.s_part.config, self.admission.max_rows
-        qkv = self.cast.make_rows(max_rows, config.qkv_size)
-        self.transport.bind(slot, qkv, self.cast.make_rows(max_rows, config.q_size))
-        return SlotState(MiniBatch(slot), qkv)
+        stages = SlotStages(self.s_part, self.cast, self.device, self.admission.max_rows)
+        self.transport.bind(slot, stages.qkv.rows, stages.out.rows)
+        s_part, head, prefill = (self.device.stopwatch() for _ in range(3))
+        return SlotState(MiniBatch(slot), stages, s_part, head, prefill)
 
     def run(self) -> None:
         """Work until every sequence has ended (or a stop was asked for) and every slot has stopped."""
@@ -125,33 +129,27 @@ class SWorker:
         The stage of layer 0 ends the step before and begins the next.
         """
         state = self._slots[stage.slot]
+        if out is not None:
+            state.stages.receive()
         if stage.layer == 0:
-            self.end_step(state, out)
+            self.end_step(state, has_rows=out is not None)
             self.begin_step(stage, state)
-        elif out is not None:
-            with state.s_part.running():
-                state.hidden = self._post_attention(stage.layer - 1, state, out)
         if state.plan is None or state.plan.kind is not PlanKind.RUN:
             return
-        assert state.hidden is not None and state.positions is not None
-        self.transport.poke()
-        with state.s_part.running():
-            qkv = self.s_part.pre_attention(stage.layer, state.hidden, state.positions)
-            ready = self.cast.fill(state.qkv, qkv)
-        self.transport.scatter_qkv(stage.slot, ready)
-
-    def _post_attention(self, layer: int, state: SlotState, out: Rows) -> torch.Tensor:
-        assert state.hidden is not None
-        return self.s_part.post_attention(layer, state.hidden, self.cast.read(out))
-
-    def end_step(self, state: SlotState, out: Rows | None) -> None:
-        """Last `post_attention`, logits and sampling of a step; drop the sequences that end with it."""
-        if out is not None:
+        for body in state.stages.bodies(stage.layer):
+            self.transport.poke()
             with state.s_part.running():
-                hidden = self._post_attention(self.s_part.config.num_layers - 1, state, out)
+                body()
+        self.transport.scatter_qkv(stage.slot, state.stages.send())
+
+    def end_step(self, state: SlotState, *, has_rows: bool) -> None:
+        """Last `post_attention`, logits and sampling of a step; drop the sequences that end with it."""
+        if has_rows:
+            with state.s_part.running():
+                hidden = state.stages.end()
                 with state.head.running():
-                    sampled = self._sample(hidden, state.batch.seqs)
-            for seq, result in zip(state.batch.seqs, sampled, strict=True):
+                    choices = self._choose(hidden, state.batch.seqs)
+            for seq, result in zip(state.batch.seqs, self._fetch(choices, state.batch.seqs), strict=True):
                 self._take_token(seq, result)
             self._drop_finished(state)
         self._record_step(state)
@@ -167,7 +165,7 @@ class SWorker:
         self.transport.send_plan(stage.slot, state.plan)
         if state.plan.kind is PlanKind.RUN:
             with state.s_part.running():
-                self._embed(state)
+                state.stages.begin([seq.output_ids[-1] for seq in state.batch.seqs], state.plan.positions)
 
     def _stop(self) -> None:
         """Admit nobody any more; every slot's next plan ends it."""
@@ -217,20 +215,13 @@ class SWorker:
         """Seconds since the run's start."""
         return time.perf_counter() - self._started_s
 
-    def _embed(self, state: SlotState) -> None:
-        assert state.plan is not None
-        device = self.s_part.device
-        tokens = torch.tensor([seq.output_ids[-1] for seq in state.batch.seqs], device=device)
-        state.positions = torch.from_numpy(state.plan.positions).to(device)
-        state.hidden = self.s_part.embed(tokens)
+    def _choose(self, hidden: torch.Tensor, seqs: list[Sequence]) -> torch.Tensor:
+        """Next token of every row, packed; in blocks, as logits of a large vocabulary take much memory."""
+        blocks = [slice(first, first + SAMPLE_ROWS) for first in range(0, len(seqs), SAMPLE_ROWS)]
+        return pack([choose(self.s_part.logits(hidden[rows]), seqs[rows], self.device.put) for rows in blocks])
 
-    def _sample(self, hidden: torch.Tensor, seqs: list[Sequence]) -> list[Sampled]:
-        """Next token of every row; in blocks, as logits of a large vocabulary take much memory."""
-        results: list[Sampled] = []
-        for first in range(0, len(seqs), SAMPLE_ROWS):
-            rows = slice(first, first + SAMPLE_ROWS)
-            results += sample(self.s_part.logits(hidden[rows]), seqs[rows])
-        return results
+    def _fetch(self, choices: torch.Tensor, seqs: list[Sequence]) -> list[Sampled]:
+        return unpack(self.device.fetch(choices, self.transport.poke).tolist(), seqs)
 
     def _take_token(self, seq: Sequence, result: Sampled) -> None:
         """Append a token and see whether it is the last."""
@@ -284,9 +275,11 @@ class SWorker:
         with state.prefill.running():
             done = self.prefill.run(num_units)
             seqs = [seq for seq, _ in done]
-            sampled = self._sample(torch.stack([last for _, last in done]), seqs) if done else []
-        state.prefill.total_s -= self.transport.t_wait - waited  # too much prompt K/V was under way
-        for seq, result in zip(seqs, sampled, strict=True):
+            choices = self._choose(torch.stack([last for _, last in done]), seqs) if done else None
+        state.prefill.discount(self.transport.t_wait - waited)  # too much prompt K/V was under way
+        if choices is None:
+            return
+        for seq, result in zip(seqs, self._fetch(choices, seqs), strict=True):
             self._take_token(seq, result)
             if seq.is_finished:
                 self._finish(seq)

@@ -181,8 +181,11 @@ class SEnd(Protocol):
     def wait_out(self, slot: int) -> Rows | None:
         """Rows of attention output of the last scatter, or None if there was none."""
 
-    def send_kv(self, segments: list[Segment], rows: Rows) -> None:
-        """Send K/V of one unit's segments, all of one owner; `rows` is not changed afterwards."""
+    def send_kv(self, segments: list[Segment], rows: Rows, ready: Callable[[], bool]) -> None:
+        """Send K/V of one unit's segments, all of one owner, when `rows` is `ready`; it is not changed afterwards.
+
+        Messages leave in the order of the calls.
+        """
 
     def wait_reports(self, slot: int) -> dict[int, StepReport]:
         """Reports of the slot's last step by rank, times on the S-worker's clock; empty before the first."""

@@ -38,7 +38,7 @@ class _Mailbox:
         self.ready: dict[int, Callable[[], bool]] = {}  # slots with rows that the R-worker has not taken
         self.out_ready: set[int] = set()
         self.reports: dict[int, StepReport] = {}
-        self.prompt_kv: deque[tuple[list[Segment], Rows]] = deque()
+        self.prompt_kv: deque[tuple[list[Segment], Rows, Callable[[], bool]]] = deque()
 
 
 class LocalSEnd:
@@ -80,8 +80,8 @@ class LocalSEnd:
         self._box.out_ready.remove(slot)
         return self._box.out[slot][: self._num_rows[slot]]
 
-    def send_kv(self, segments: list[Segment], rows: Rows) -> None:
-        self._box.prompt_kv.append((segments, rows))
+    def send_kv(self, segments: list[Segment], rows: Rows, ready: Callable[[], bool]) -> None:
+        self._box.prompt_kv.append((segments, rows, ready))
 
     def wait_reports(self, slot: int) -> dict[int, StepReport]:
         if slot not in self._report_due:
@@ -131,8 +131,7 @@ class LocalREnd:
 
     def wait_qkv(self, slot: int) -> Rows:
         ready = self._box.ready.pop(slot)
-        while not ready():
-            time.sleep(20e-6)
+        _wait(ready)
         self._times[slot][:2, self._layer[slot]] = time.perf_counter()
         return self._box.qkv[slot][: self._num_rows[slot]]
 
@@ -146,6 +145,9 @@ class LocalREnd:
 
     def wait_prefill(self, seq_ids: Ints | None = None) -> None:
         self.poke()
+        while self._expects_kv():
+            _wait(self._box.prompt_kv[0][2])
+            self.poke()
 
     def send_report(self, slot: int, report: StepReport) -> None:
         self._box.reports[slot] = report
@@ -155,9 +157,19 @@ class LocalREnd:
 
     def poke(self) -> None:
         assert self._sink is not None, "bind() comes first"
-        # What is sent for a plan that the R-worker has not read yet stays in the mailbox.
-        while self._box.prompt_kv and self._box.prompt_kv[0][0][0].unit <= self._last_unit:
-            self._sink(*self._box.prompt_kv.popleft())
+        while self._expects_kv() and self._box.prompt_kv[0][2]():
+            segments, rows, _ = self._box.prompt_kv.popleft()
+            self._sink(segments, rows)
+
+    def _expects_kv(self) -> bool:
+        """Whether K/V has been sent for a plan that the R-worker has read; any other stays in the mailbox."""
+        kv = self._box.prompt_kv
+        return bool(kv) and kv[0][0][0].unit <= self._last_unit
+
+
+def _wait(ready: Callable[[], bool]) -> None:
+    while not ready():
+        time.sleep(20e-6)
 
 
 def make_local(num_layers: int) -> tuple[LocalSEnd, LocalREnd]:

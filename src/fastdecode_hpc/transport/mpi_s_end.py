@@ -54,6 +54,17 @@ class _SSlot:
     times: TransportTimes = field(default_factory=TransportTimes)
 
 
+@dataclass(slots=True)
+class _KvSend:
+    """Prompt K/V given to the transport."""
+
+    num_bytes: int
+    sending: Pending | None = None  # from when its rows are ready
+
+    def is_done(self) -> bool:
+        return self.sending is not None and self.sending.t_done is not None
+
+
 class MpiSEnd:
     """The S-worker's end (`transport.base.SEnd`)."""
 
@@ -65,7 +76,7 @@ class MpiSEnd:
         self._comms = Comms(world, shape)
         self._offsets = [offset for offset, _ in clocks]
         self._slots: dict[int, _SSlot] = {}
-        self._kv_sends: deque[tuple[Pending, int]] = deque()
+        self._kv_sends: deque[_KvSend] = deque()
         self._kv_bytes = 0
 
     def bind(self, slot: int, qkv: Rows, out: Rows) -> None:
@@ -120,21 +131,25 @@ class MpiSEnd:
         state.awaited = False
         return state.out[: state.num_rows]
 
-    def send_kv(self, segments: list[Segment], rows: Rows) -> None:
-        owner, kv_type = segments[0].owner, self._comms.kv_type
-        pending = self.progress.post(
-            lambda: self._comms.prefill.Isend([rows, len(rows), kv_type], dest=owner), rows, segments
-        )
-        self._kv_sends.append((pending, rows.nbytes))
+    def send_kv(self, segments: list[Segment], rows: Rows, ready: Callable[[], bool]) -> None:
+        owner, message, kv_send = segments[0].owner, [rows, len(rows), self._comms.kv_type], _KvSend(rows.nbytes)
+
+        def start() -> None:
+            kv_send.sending = self.progress.post(lambda: self._comms.prefill.Isend(message, dest=owner), message)
+
+        # Receives are matched in order, and deferred posts keep theirs: no other send uses this communicator.
+        self.progress.post_when(ready, start)
+        self._kv_sends.append(kv_send)
         self._kv_bytes += rows.nbytes
         self._retire_kv(MAX_KV_UNDER_WAY)
 
     def _retire_kv(self, limit: int) -> None:
         """Forget what has arrived, and wait while more than `limit` bytes are under way."""
-        while self._kv_sends and (self._kv_bytes > limit or self._kv_sends[0][0].t_done is not None):
-            pending, nbytes = self._kv_sends.popleft()
-            self.progress.wait(pending)
-            self._kv_bytes -= nbytes
+        while self._kv_sends and (self._kv_bytes > limit or self._kv_sends[0].is_done()):
+            kv_send = self._kv_sends.popleft()
+            if not kv_send.is_done():
+                self.progress.wait_until(kv_send.is_done, "prompt K/V to leave")
+            self._kv_bytes -= kv_send.num_bytes
 
     def wait_reports(self, slot: int) -> dict[int, StepReport]:
         state = self._slots[slot]

@@ -1,0 +1,96 @@
+"""The rows of one slot on their way through the layers, in buffers that stay where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fastdecode_hpc.s_part.device import Body, Device, Ready
+from fastdecode_hpc.s_part.model import SPart
+from fastdecode_hpc.s_part.wire import WireCast
+from fastdecode_hpc.transport.base import Ints
+
+
+class SlotStages:
+    """What the S-Part does to a mini-batch, stage by stage.
+
+    Parameters
+    ----------
+    s_part : SPart
+    cast : WireCast
+    device : Device
+    max_rows : int
+
+    Attributes
+    ----------
+    qkv, out : Twin
+        Rows on their way to the R-workers and back, ``[max_rows, qkv_size]`` and ``[max_rows, q_size]``, of the wire
+        type.
+
+    Notes
+    -----
+    A step may be run with more rows than it has (`Device.padded`). These start as zeros and get zeros as attention
+    output; rows don't see each other, and what becomes of them goes nowhere.
+    """
+
+    def __init__(self, s_part: SPart, cast: WireCast, device: Device, max_rows: int) -> None:
+        config = s_part.config
+        self.qkv = device.make_twin(max_rows, config.qkv_size, cast.dtype)
+        self.out = device.make_twin(max_rows, config.q_size, cast.dtype)
+        self._s_part, self._cast, self._device, self._max_rows = s_part, cast, device, max_rows
+        self._hidden = torch.zeros(max_rows, config.hidden_size, dtype=s_part.dtype, device=device.torch_device)
+        self._positions = torch.zeros(max_rows, dtype=torch.int64, device=device.torch_device)
+        self._num_rows = self._padded = 0
+        self._bodies: dict[tuple[int, int], Sequence[Body]] = {}  # by layer and padded number of rows
+
+    def begin(self, token_ids: Sequence[int], positions: Ints) -> None:
+        """Embed the newest token of each row of a new step.
+
+        Parameters
+        ----------
+        token_ids : sequence of int
+        positions : int64 array
+            ``[num_rows]``
+        """
+        num_rows = self._num_rows = len(token_ids)
+        self._padded = min(self._device.padded(num_rows), self._max_rows)
+        ids, places = np.array([token_ids, positions], np.int64)
+        self._positions[:num_rows] = self._device.put(torch.from_numpy(places))
+        self._hidden[:num_rows] = self._s_part.embed(self._device.put(torch.from_numpy(ids)))
+        for padding in (self._hidden, self.out.device):
+            padding[num_rows : self._padded].zero_()
+
+    def bodies(self, layer: int) -> Sequence[Body]:
+        """What brings the rows from one attention to the next: the second half of a layer and the first of `layer`."""
+        key = layer, self._padded
+        if key not in self._bodies:
+            parts = [partial(self._pre_attention, layer, self._padded)]
+            if layer:
+                parts.insert(0, partial(self._post_attention, layer - 1, self._padded))
+            self._bodies[key] = self._device.record(parts, self._padded)
+        return self._bodies[key]
+
+    def send(self) -> Ready:
+        """Start to bring q, k, v to the host; the result says when they are there."""
+        return self._device.to_host(self.qkv, self._num_rows)
+
+    def receive(self) -> None:
+        """Start to bring attention output to the device, ahead of what is run next."""
+        self._device.to_device(self.out, self._num_rows)
+
+    def end(self) -> Tensor:
+        """The second half of the last layer: ``[num_rows, hidden_size]``, input of the head."""
+        self._post_attention(self._s_part.config.num_layers - 1, self._num_rows)
+        return self._hidden[: self._num_rows]
+
+    def _post_attention(self, layer: int, num_rows: int) -> None:
+        hidden, out = self._hidden[:num_rows], self.out.device[:num_rows]
+        hidden.copy_(self._s_part.post_attention(layer, hidden, out))
+
+    def _pre_attention(self, layer: int, num_rows: int) -> None:
+        qkv = self._s_part.pre_attention(layer, self._hidden[:num_rows], self._positions[:num_rows])
+        self.qkv.device[:num_rows] = self._cast.round(qkv)
