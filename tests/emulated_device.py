@@ -78,6 +78,7 @@ class EmulatedDevice:
     """
 
     torch_device = torch.device("cpu")
+    is_host = False
 
     def __init__(self, polls: int = 3, *, use_graphs: bool = True) -> None:
         self.polls, self.use_graphs = polls, use_graphs

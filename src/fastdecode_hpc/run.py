@@ -90,7 +90,7 @@ class Run:
         """Run all requests, over a transport that is closed at the end."""
         started = time.perf_counter()
         device = make_device(self.s_part.device, cuda_graphs=self.config.cuda_graphs)
-        cast = WireCast(self.config.wire_dtype, self.s_part.device)
+        cast = WireCast(self.config.wire_dtype, self.s_part.device, look_first=device.is_host)
         worker = self._make_worker(requests, device, transport, cast)
         worker.run()
         self.stats.t_run_s = time.perf_counter() - started

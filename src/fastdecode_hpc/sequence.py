@@ -167,18 +167,3 @@ def rebuilt(seq: Sequence, seq_id: int) -> Sequence:
         seed=seq.seed,
         forced_ids=tuple(seq.output_ids),
     )
-
-
-@dataclass(slots=True)
-class MiniBatch:
-    """The sequences of one slot, ordered by owner, so that a scatter is contiguous."""
-
-    slot: int
-    seqs: list[Sequence] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return len(self.seqs)
-
-    def sort(self) -> None:
-        """Restore the order by owner (then by age) after sequences came or went."""
-        self.seqs.sort(key=lambda seq: (seq.owner, seq.seq_id))

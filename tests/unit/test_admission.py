@@ -8,9 +8,11 @@ from hypothesis import strategies as st
 
 from fastdecode_hpc.schedule.admission import Admission
 from fastdecode_hpc.schedule.kv_layout import KVLayout, LayerGroup
+from fastdecode_hpc.schedule.levelling import LoadedSequence, sum_loads
 from fastdecode_hpc.schedule.load_stabilizing import Greedy, LoadStabilizing
+from fastdecode_hpc.schedule.mini_batch import MiniBatch
 from fastdecode_hpc.schedule.placement import Placement
-from fastdecode_hpc.sequence import MiniBatch, SamplingParams, Sequence
+from fastdecode_hpc.sequence import SamplingParams, Sequence
 
 LAYOUT = KVLayout(8, (LayerGroup((0,), 1, 8, "fp16", "fp16"),))
 
@@ -78,8 +80,9 @@ class Worker:
     def turn(self, batch: MiniBatch) -> None:
         for seq in batch.seqs:
             seq.output_ids.append(0)
+        batch.grow()
         ended = [seq for seq in batch.seqs if len(seq.output_ids) >= seq.max_new_tokens]
-        batch.seqs = [seq for seq in batch.seqs if seq not in ended]
+        batch.remove(ended)
         for seq in ended:
             self.done.append(seq.seq_id)
             self.admission.finished(seq, self.step)
@@ -92,6 +95,10 @@ class Worker:
             else:
                 self.admission.prefilled(seq)
         assert len(batch) <= self.admission.max_rows
+        assert batch.seq_ids.tolist() == [seq.seq_id for seq in batch.seqs]
+        assert batch.context_lens.tolist() == [seq.context_len for seq in batch.seqs]
+        assert batch.owners.tolist() == [seq.owner for seq in batch.seqs]
+        assert batch.loads_by_owner(LAYOUT) == sum_loads(LoadedSequence(seq, seq.context_len) for seq in batch.seqs)
         assert [seq.owner for seq in batch.seqs] == sorted(seq.owner for seq in batch.seqs)
         loads = Counter()
         for seq in batch.seqs:
@@ -109,7 +116,7 @@ LENGTHS = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 30)), max_size=6
 
 
 @given(LENGTHS, st.integers(1, 3), st.integers(1, 4), st.integers(1, 16), st.booleans())
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 def test_everything_runs_once_in_level_slots(lengths, slots, workers, batch, stabilizing) -> None:
     starts = LoadStabilizing(LAYOUT, max_batch_size=batch, spread=slots * workers) if stabilizing else Greedy(batch)
     placement = Placement(LAYOUT, {rank + 1: (12,) for rank in range(workers)})
@@ -127,7 +134,7 @@ def test_slots_level_out_again_when_one_empties() -> None:
     worker = Worker(admission)
     worker.turn(worker.batches[0])  # admits
     for batch, new in zip(worker.batches, (3, 30), strict=True):  # all short ones in one slot
-        batch.seqs = [seq for seq in admission._ready if seq.max_new_tokens == new]
+        batch.add(seq for seq in admission._ready if seq.max_new_tokens == new)
         admission._decoding.update(seq.seq_id for seq in batch.seqs)
     admission._ready.clear()
     worker.step = 1

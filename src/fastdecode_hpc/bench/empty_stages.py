@@ -11,6 +11,7 @@ from fastdecode_hpc.config import ModelConfig
 from fastdecode_hpc.r_part.attention import DecodeAttention
 from fastdecode_hpc.r_part.kv_cache import KVPartition
 from fastdecode_hpc.r_part.worker import RWorker
+from fastdecode_hpc.s_part.device import make_device
 from fastdecode_hpc.s_part.empty import EmptySPart
 from fastdecode_hpc.s_part.prefill import GivenKV
 from fastdecode_hpc.s_part.wire import WireCast
@@ -68,6 +69,7 @@ def _window(steps: list[StepTimes], batch: int) -> Window:
 
 def _run(batch: int) -> list[StepTimes]:
     s_part, layout, steps = EmptySPart(MODEL), make_layout(MODEL, block_size=32, kv_dtype="fp16"), list[StepTimes]()
+    device = make_device(s_part.device, cuda_graphs="off")
     seqs = [Sequence(i, i, [1], SamplingParams(ignore_eos=True), NUM_STEPS) for i in range(batch)]
     num_blocks = tuple(batch * blocks for blocks in layout.worst_case(NUM_STEPS + 2))
     partition = KVPartition(layout, num_blocks, num_threads=1)
@@ -87,10 +89,11 @@ def _run(batch: int) -> list[StepTimes]:
     )
     SWorker(
         s_part,
+        device,
         s_end,
         admission,
         GivenKV(s_part),
-        WireCast("fp16", s_part.device),
+        WireCast("fp16", s_part.device, look_first=device.is_host),
         layout,
         eos_token_ids=set(),
         max_prefill_tokens=512,

@@ -19,8 +19,9 @@ from fastdecode_hpc.s_part.stages import SlotStages
 from fastdecode_hpc.s_part.wire import WireCast
 from fastdecode_hpc.schedule.admission import Admission
 from fastdecode_hpc.schedule.kv_layout import KVLayout
+from fastdecode_hpc.schedule.mini_batch import MiniBatch
 from fastdecode_hpc.schedule.pipeline import Stage, pipeline
-from fastdecode_hpc.sequence import MiniBatch, Sequence
+from fastdecode_hpc.sequence import Sequence
 from fastdecode_hpc.timing import RankTimes, StepTimes, Stopwatch
 from fastdecode_hpc.transport.base import PlanKind, Rows, SEnd, StepPlan
 
@@ -151,7 +152,8 @@ class SWorker:
                     choices = self._choose(hidden, state.batch.seqs)
             for seq, result in zip(state.batch.seqs, self._fetch(choices, state.batch.seqs), strict=True):
                 self._take_token(seq, result)
-            self._drop_finished(state)
+            state.batch.grow()
+            self._drop_finished(state.batch)
         self._record_step(state)
 
     def begin_step(self, stage: Stage, state: SlotState) -> None:
@@ -180,14 +182,13 @@ class SWorker:
         num_layers = self.s_part.config.num_layers
         budget = max(1, self.max_prefill_tokens * num_layers // len(self._slots))
         segments, listed = self.prefill.list_units(budget, partial(self._admit, stage.step))
-        seqs = state.batch.seqs
-        owners, loads = _ints([seq.owner for seq in seqs]), self._loads(seqs)
+        batch, loads = state.batch, state.batch.loads_by_owner(self.layout)
         plan = StepPlan(
-            PlanKind.RUN if seqs else PlanKind.EMPTY,
+            PlanKind.RUN if batch.seqs else PlanKind.EMPTY,
             stage.step,
-            seq_ids=_ints([seq.seq_id for seq in seqs]),
-            owners=owners,
-            positions=_ints([seq.context_len - 1 for seq in seqs]),
+            seq_ids=batch.seq_ids,
+            owners=batch.owners,
+            positions=batch.context_lens - 1,
             new=_ints([seq.seq_id for seq in new]),
             finished=_ints(finished),
             segments=segments,
@@ -196,12 +197,10 @@ class SWorker:
             stage.step,
             stage.slot,
             self._now(),
-            num_rows=len(seqs),
-            load_tokens=int(loads.sum()) // num_layers,
+            num_rows=len(batch),
+            load_tokens=loads.total() // num_layers,
             prefill_tokens=listed // num_layers,
-            rank_loads={
-                rank: int(loads[owners == rank].sum()) // num_layers for rank in self.admission.placement.owners
-            },
+            rank_loads={rank: loads[rank] // num_layers for rank in self.admission.placement.owners},
         )
         return plan
 
@@ -239,11 +238,12 @@ class SWorker:
         elif len(seq.output_ids) >= seq.max_new_tokens:
             seq.finish_reason = "length"
 
-    def _drop_finished(self, state: SlotState) -> None:
-        for seq in state.batch.seqs:
-            if seq.is_finished:
-                self._finish(seq)
-        state.batch.seqs = [seq for seq in state.batch.seqs if not seq.is_finished]
+    def _drop_finished(self, batch: MiniBatch) -> None:
+        finished = [seq for seq in batch.seqs if seq.is_finished]
+        for seq in finished:
+            self._finish(seq)
+        if finished:
+            batch.remove(finished)
 
     def _finish(self, seq: Sequence) -> None:
         """A sequence has ended; its place is given on with the next plan, which frees its KV."""
@@ -309,10 +309,6 @@ class SWorker:
             for rank, report in reports.items()
         }
         self.on_step(times)
-
-    def _loads(self, seqs: list[Sequence]) -> np.ndarray:
-        """Token-layers that the R-workers read of each sequence in this step: ``[len(seqs)]`` int64."""
-        return self.layout.loads(_ints([seq.context_len for seq in seqs]))
 
 
 def _ints(values: list[int]) -> np.ndarray:

@@ -6,16 +6,18 @@ an R-worker) and *ready* (prefilled, joins a slot when the schedule lets it star
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Ordered
 
 import numpy as np
 
-from fastdecode_hpc.schedule.levelling import LoadedSequence, Loads, choose_leaving, sum_loads, take_level
+from fastdecode_hpc.schedule.levelling import LoadedSequence, Loads, choose_leaving, is_level, sum_loads, take_level
 from fastdecode_hpc.schedule.load_stabilizing import Starts
+from fastdecode_hpc.schedule.mini_batch import MiniBatch
 from fastdecode_hpc.schedule.placement import Placement
-from fastdecode_hpc.sequence import MiniBatch, Sequence
+from fastdecode_hpc.sequence import Sequence
 
 
 class Admission:
@@ -105,22 +107,20 @@ class Admission:
         Slots are kept equally long and equally loaded, and within a slot every owner gets its share: were a slot's
         load all on one R-worker, the others would idle through its every stage.
         """
-        ready = list(self._ready)
-        startable = ready[: self.starts.num_startable(ready, step)]
+        startable = list(itertools.islice(self._ready, self.starts.num_startable(self._ready, step)))
         waiting = [*self._moving, *startable]
-        running = [seq for other in batches for seq in other.seqs]
-        share = min(self.max_rows, -(-(len(running) + len(waiting)) // self.num_slots))
-        totals = sum_loads(self._loaded(running + waiting))
-        targets = {owner: load / self.num_slots for owner, load in totals.items()}
-        own = self._loaded(batch.seqs)
-        leaving = choose_leaving(own, share, targets)
-        if leaving:
+        num_rows = sum(map(len, batches)) + len(waiting)
+        share = min(self.max_rows, -(-num_rows // self.num_slots))
+        targets = self._targets(batches, waiting)
+        if len(batch) > share or (len(batch) == share and not is_level(self._batch_loads(batch), targets)):
+            leaving = choose_leaving(self._loaded(batch.seqs), share, targets)
             self._moving.extend(leaving)
-            batch.seqs = _without(batch.seqs, leaving)
+            batch.remove(leaving)
             return []
-        taken = self._take(waiting, share - len(own), targets, own)
-        batch.seqs += taken
-        batch.sort()
+        if not waiting or len(batch) == share:
+            return []
+        taken = self._take(waiting, share - len(batch), targets, self._batch_loads(batch))
+        batch.add(taken)
         self._moving = deque(_without(self._moving, taken))
         self._ready = deque(_without(self._ready, taken))
         for seq in taken:
@@ -136,15 +136,22 @@ class Admission:
         self.starts.finished(seq, step)
         self.placement.release(seq, step)
 
-    def _take(
-        self, waiting: list[Sequence], count: int, targets: dict[int, float], own: list[LoadedSequence]
-    ) -> list[Sequence]:
+    def _take(self, waiting: list[Sequence], count: int, targets: Mapping[int, float], own: Loads) -> list[Sequence]:
         """Up to `count` of `waiting`, those on the move first, that bring the slot's owners near their loads."""
         moving = list(self._moving)[:count]
-        present = sum_loads([*own, *self._loaded(moving)])
+        present = own + sum_loads(self._loaded(moving))
         missing: Loads = Counter({owner: round(load - present[owner]) for owner, load in targets.items()})
         candidates = self._loaded(_without(waiting, moving))
         return [*moving, *take_level(candidates, count - len(moving), missing)]
+
+    def _targets(self, batches: Ordered[MiniBatch], waiting: list[Sequence]) -> dict[int, float]:
+        """A slot's share of the load of each R-worker."""
+        totals = sum(map(self._batch_loads, batches), sum_loads(self._loaded(waiting)))
+        return {owner: load / self.num_slots for owner, load in totals.items()}
+
+    def _batch_loads(self, batch: MiniBatch) -> Loads:
+        """What a slot's next step reads on each R-worker."""
+        return batch.loads_by_owner(self.placement.layout)
 
     def _loaded(self, seqs: Ordered[Sequence]) -> list[LoadedSequence]:
         lens = np.array([seq.context_len for seq in seqs], np.int64)

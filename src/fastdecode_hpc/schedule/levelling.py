@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Ordered
 from typing import NamedTuple
 
@@ -33,6 +33,11 @@ def sum_loads(seqs: Iterable[LoadedSequence]) -> Loads:
     return loads
 
 
+def is_level(loads: Loads, targets: Mapping[int, float]) -> bool:
+    """Whether no R-worker reads much more than it should in this slot."""
+    return all(loads[owner] - target <= TOLERANCE * target for owner, target in targets.items())
+
+
 def take_level(candidates: Ordered[LoadedSequence], count: int, missing: Loads) -> list[Sequence]:
     """Take up to `count` candidates that bring each owner near the load it misses.
 
@@ -50,7 +55,7 @@ def take_level(candidates: Ordered[LoadedSequence], count: int, missing: Loads) 
     return taken
 
 
-def choose_leaving(own: Ordered[LoadedSequence], share: int, targets: dict[int, float]) -> list[Sequence]:
+def choose_leaving(own: Ordered[LoadedSequence], share: int, targets: Mapping[int, float]) -> list[Sequence]:
     """Who leaves a slot for another one.
 
     Parameters
@@ -59,7 +64,7 @@ def choose_leaving(own: Ordered[LoadedSequence], share: int, targets: dict[int, 
         What the slot has.
     share : int
         Rows that it should have.
-    targets : dict of int to float
+    targets : mapping of int to float
         Load that it should have, by owner.
 
     Notes
@@ -73,10 +78,10 @@ def choose_leaving(own: Ordered[LoadedSequence], share: int, targets: dict[int, 
     excess: Loads = Counter({owner: round(loads[owner] - target) for owner, target in targets.items()})
     if len(own) > share:
         return take_level(own, len(own) - share, excess)
-    owner = max(targets, key=lambda owner: excess[owner], default=-1)
-    mine = [seq for seq in own if seq.seq.owner == owner]
-    if not mine or excess[owner] <= TOLERANCE * targets[owner]:
+    if is_level(loads, targets):
         return []
+    owner = max(targets, key=lambda owner: excess[owner])
+    mine = [seq for seq in own if seq.seq.owner == owner]
     average = loads[owner] / len(mine)
     nearest = min(mine, key=lambda seq: abs(seq.load - average - excess[owner]))
     left = abs(excess[owner] - (nearest.load - average))

@@ -7,7 +7,8 @@ at any time. The load-stabilizing schedule (FastDecode, section 4.2) starts a mi
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Ordered
+from collections.abc import Collection
+from itertools import islice
 from typing import Protocol
 
 from fastdecode_hpc.schedule.forecast import LoadForecast
@@ -32,7 +33,7 @@ class Starts(Protocol):
     def admitted(self, seq: Sequence) -> None:
         """A sequence goes into prefill."""
 
-    def num_startable(self, ready: Ordered[Sequence], step: int) -> int:
+    def num_startable(self, ready: Collection[Sequence], step: int) -> int:
         """How many of `ready`, from the first on, may start in `step`; asked for every slot."""
 
     def started(self, seq: Sequence, step: int) -> None:
@@ -60,7 +61,7 @@ class Greedy:
     def admitted(self, seq: Sequence) -> None:
         pass
 
-    def num_startable(self, ready: Ordered[Sequence], step: int) -> int:
+    def num_startable(self, ready: Collection[Sequence], step: int) -> int:
         return len(ready)
 
     def started(self, seq: Sequence, step: int) -> None:
@@ -155,12 +156,12 @@ class LoadStabilizing:
         self._sum_steps += len(loads)
         self._sum_loads += int(loads.sum())
 
-    def num_startable(self, ready: Ordered[Sequence], step: int) -> int:
+    def num_startable(self, ready: Collection[Sequence], step: int) -> int:
         if step >= self._interval_stop:
             self._interval_stop = step + self.start_interval
             self._quota = min(self._quota, self.micro_batch_size) + self.micro_batch_size
         room = min(self._quota, self.max_batch_size - self._num_running)
-        fitting = self.forecast.num_fitting(ready[: max(0, room)], step, self.load_limit)
+        fitting = self.forecast.num_fitting(list(islice(ready, max(0, room))), step, self.load_limit)
         return 1 if ready and not fitting and not self._num_running else fitting
 
     def started(self, seq: Sequence, step: int) -> None:
