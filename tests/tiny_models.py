@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -92,3 +93,18 @@ def random_prompt(length: int, vocab_size: int = 320, seed: int = 0) -> list[int
     """Token ids of a prompt."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, vocab_size, (length,), generator=generator).tolist()
+
+
+def mixed_requests(seed: int = 1) -> list[dict]:
+    """40 requests: short and long prompts (several chunks), greedy and sampled, different lengths of output."""
+    rng = random.Random(seed)
+    requests = []
+    for index in range(40):
+        params = {"max_new_tokens": rng.choice([1, 2, 9, 20, 33])}
+        if index % 3 == 1:
+            params |= {"temperature": 0.9, "top_p": 0.9, "seed": index}
+        if index % 6 == 2:
+            params |= {"temperature": 1.2, "top_k": 7, "repetition_penalty": 1.3}
+        prompt = random_prompt(rng.choice([1, 3, 17, 32, 33, 70, 150]), seed=index)
+        requests.append({"index": index, "prompt": prompt, "params": params})
+    return requests

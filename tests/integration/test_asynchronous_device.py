@@ -7,13 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
-from test_identity import mixed_requests
 
 from fastdecode_hpc.config import RunConfig
 from fastdecode_hpc.engine import Engine
 from fastdecode_hpc.sequence import SamplingParams
 from launching import run_ranks
-from tiny_models import make_checkpoint, random_prompt
+from tiny_models import make_checkpoint, mixed_requests, random_prompt
 
 INTEGRATION = Path(__file__).parent
 FIXED = {"prefill_chunk_tokens": 32}

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import random
 from pathlib import Path
 
 import pytest
 
 from launching import run_ranks
-from tiny_models import load_reference, make_checkpoint, random_prompt, reference_logits
+from tiny_models import load_reference, make_checkpoint, mixed_requests, reference_logits
 
 PROGRAM = Path(__file__).with_name("identity_program.py")
 CONFIGS = [
@@ -25,21 +24,6 @@ QUANTISED_CONFIGS = [
     {"kv_dtype": kv_dtype, "wire_dtype": "fp16", "max_batch_size": batch}
     for kv_dtype, batch in itertools.product(QUANTISED, (3, 32))
 ]
-
-
-def mixed_requests(seed: int = 1) -> list[dict]:
-    """40 requests: short and long prompts (several chunks), greedy and sampled, different lengths of output."""
-    rng = random.Random(seed)
-    requests = []
-    for index in range(40):
-        params = {"max_new_tokens": rng.choice([1, 2, 9, 20, 33])}
-        if index % 3 == 1:
-            params |= {"temperature": 0.9, "top_p": 0.9, "seed": index}
-        if index % 6 == 2:
-            params |= {"temperature": 1.2, "top_k": 7, "repetition_penalty": 1.3}
-        prompt = random_prompt(rng.choice([1, 3, 17, 32, 33, 70, 150]), seed=index)
-        requests.append({"index": index, "prompt": prompt, "params": params})
-    return requests
 
 
 @pytest.fixture(scope="module", params=["llama", "mistral-window"])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
+import weakref
 
 import numpy as np
 import pytest
@@ -101,6 +103,27 @@ def test_rows_of_padding_do_not_count_as_saturated(s_part) -> None:
     want = num_saturated(CpuDevice())
     assert want > 0
     assert num_saturated(EmulatedDevice()) == want
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("works", [True, False])
+def test_buffers_go_with_their_slot(s_part, works: bool) -> None:
+    """They are a GPU's memory: that of the last run must not wait for the garbage collector."""
+    device = EmulatedDevice()
+    device._recorder.works = works
+    gc.disable()
+    try:
+        stages = SlotStages(s_part, WireCast("fp32", CPU), device, 8)
+        stages.begin([1] * 8, np.arange(8))
+        for _ in range(3):
+            for layer in range(MODEL.num_layers):
+                for body in stages.bodies(layer):
+                    body()
+        buffers = [weakref.ref(buffer) for buffer in (stages._hidden, stages.qkv.device)]
+        del stages, body
+        assert [buffer() for buffer in buffers] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_the_emulated_device_finds_who_is_too_early() -> None:

@@ -54,16 +54,15 @@ class Recorder:
         """One body for all `parts`."""
         return _Stage(self, parts)
 
-    def record(self, body: Body) -> Body:
-        """What repeats `body`: a graph, or itself."""
-        if not self.works:
-            return body
-        try:
-            return self._capture(body)
-        except RuntimeError as error:
-            self.works = False
-            logger.warning("stages can't be recorded as CUDA graphs, so they run without: %s", error)
-            return body
+    def record(self, body: Body) -> Body | None:
+        """What repeats `body`, or None where that can't be."""
+        if self.works:
+            try:
+                return self._capture(body)
+            except RuntimeError as error:
+                self.works = False
+                logger.warning("stages can't be recorded as CUDA graphs, so they run without: %s", error)
+        return None
 
 
 class _Stage:

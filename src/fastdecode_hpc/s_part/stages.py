@@ -68,9 +68,8 @@ class SlotStages:
         """What brings the rows from one attention to the next: the second half of a layer and the first of `layer`."""
         key = layer, self._padded
         if key not in self._bodies:
-            parts = [partial(self._pre_attention, layer, self._padded)]
-            if layer:
-                parts.insert(0, partial(self._post_attention, layer - 1, self._padded))
+            parts = [self._second_half(layer - 1, self._padded)] if layer else []
+            parts.append(self._first_half(layer, self._padded))
             self._bodies[key] = self._device.record(parts, self._padded)
         return self._bodies[key]
 
@@ -84,13 +83,22 @@ class SlotStages:
 
     def end(self) -> Tensor:
         """The second half of the last layer: ``[num_rows, hidden_size]``, input of the head."""
-        self._post_attention(self._s_part.config.num_layers - 1, self._num_rows)
+        self._second_half(self._s_part.config.num_layers - 1, self._num_rows)()
         return self._hidden[: self._num_rows]
 
-    def _post_attention(self, layer: int, num_rows: int) -> None:
-        hidden, out = self._hidden[:num_rows], self.out.device[:num_rows]
-        hidden.copy_(self._s_part.post_attention(layer, hidden, out))
+    # Bodies hold the buffers, not this object that holds them: then all goes with the run, with no cycle to be found.
 
-    def _pre_attention(self, layer: int, num_rows: int) -> None:
-        qkv = self._s_part.pre_attention(layer, self._hidden[:num_rows], self._positions[:num_rows])
-        self.qkv.device[:num_rows] = self._cast.round(qkv)
+    def _first_half(self, layer: int, num_rows: int) -> Body:
+        buffers = self._hidden[:num_rows], self._positions[:num_rows], self.qkv.device[:num_rows]
+        return partial(_pre_attention, self._s_part, self._cast, layer, *buffers)
+
+    def _second_half(self, layer: int, num_rows: int) -> Body:
+        return partial(_post_attention, self._s_part, layer, self._hidden[:num_rows], self.out.device[:num_rows])
+
+
+def _pre_attention(s_part: SPart, cast: WireCast, layer: int, hidden: Tensor, positions: Tensor, qkv: Tensor) -> None:
+    qkv.copy_(cast.round(s_part.pre_attention(layer, hidden, positions)))
+
+
+def _post_attention(s_part: SPart, layer: int, hidden: Tensor, out: Tensor) -> None:
+    hidden.copy_(s_part.post_attention(layer, hidden, out))
