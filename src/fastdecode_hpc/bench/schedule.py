@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fastdecode_hpc.transport.mpi import World
 
 OVERLAP_MODEL, LIVES_MODEL = "benchmarks/configs/wide-attention", "benchmarks/configs/short-lives"
-OVERLAP_BATCH, LIVES_BATCH = 128, 64
+OVERLAP_BATCH, LIVES_BATCH = 256, 64
 
 
 def add_arguments(benches: Any) -> None:
@@ -42,7 +42,7 @@ def add_arguments(benches: Any) -> None:
         "--batch", type=int, metavar="N",
         help=f"sequences in decode (default: {OVERLAP_BATCH}, of whole generations {LIVES_BATCH})",
     )  # fmt: skip
-    parser.add_argument("--steps", type=int, default=24, metavar="N", help="steps of a measurement (default: 24)")
+    parser.add_argument("--steps", type=int, default=16, metavar="N", help="steps of a measurement (default: 16)")
     parser.add_argument("--rounds", type=int, default=MIN_ROUNDS, metavar="N", help=f"(default: {MIN_ROUNDS})")
     parser.add_argument(
         "--new-tokens", type=int, metavar="N",

@@ -152,9 +152,9 @@ def steps_between(steps: Sequence[StepTimes], start_s: float, stop_s: float) -> 
     return min(inside), max(inside)
 
 
-def solve_context(low: tuple[int, float], high: tuple[int, float], r_part: float) -> int:
-    """Context at which attention takes `r_part` seconds, on the line through two (context, seconds)."""
-    seconds_per_token = (high[1] - low[1]) / (high[0] - low[0])
-    if seconds_per_token <= 0:  # too little to measure
-        return high[0]
-    return max(1, round(low[0] + (r_part - low[1]) / seconds_per_token))
+def solve_context(low: tuple[int, float], high: tuple[int, float], wanted: float) -> int:
+    """Context at which a figure has the `wanted` value, on the line through two (context, value)."""
+    slope = (high[1] - low[1]) / (high[0] - low[0])
+    if slope <= 0:  # too little to measure
+        return max(low[0], high[0])
+    return max(1, round(low[0] + (wanted - low[1]) / slope))

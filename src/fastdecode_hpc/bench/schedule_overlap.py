@@ -41,7 +41,10 @@ class OverlapCases:
             for name in names:
                 ratio, num_slots = OVERLAP[name]
                 window = self.session.steady(self._run(num_slots), contexts[ratio], self.num_steps)
-                windows[name] += [window] if index else []  # the first round warms up
+                if index:
+                    windows[name].append(window)
+                elif num_slots == 2:  # the first round warms up, and says how good the found context is
+                    contexts[ratio] = max(1, round(contexts[ratio] * ratio * window.t_s_part / window.t_r_part))
             print(f"bench: overlap, round {index} of {self.rounds}", file=sys.stderr, flush=True)
         rows = []
         for name in names:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import TYPE_CHECKING
 
 from fastdecode_hpc.bench.schedule_figures import Window, full_steps, solve_context
@@ -18,7 +17,8 @@ if TYPE_CHECKING:
     from fastdecode_hpc.transport.mpi import World
 
 SETTLING_STEPS = 3  # after all sequences have started
-PROBE_STEPS = 12
+PROBE_STEPS = 8
+NEAR_PROBES = 3
 MARGIN_STEPS = 2 * SETTLING_STEPS + 2  # of a steady run, beside those that count
 
 Lengths = tuple[int, int]  # tokens of a prompt, and of its output
@@ -111,13 +111,20 @@ class ScheduleSession:
         self.decode(run, [(1, SETTLING_STEPS)] * run.max_batch_size)  # warms up
         longest = self._engine(run, given_kv=True).setup.max_context_len - PROBE_STEPS - MARGIN_STEPS
         high = max(low + 1, min(high, longest))
-        probes, s_part = [], []
-        for context in (low, high, low, high, low, high):
-            window = self.steady(run, context, PROBE_STEPS)
-            probes.append((context, window.t_r_part / window.num_steps))
-            s_part.append(window.t_s_part / window.num_steps)
-        at = {end: median(seconds for context, seconds in probes if context == end) for end in (low, high)}
-        return min(longest, solve_context((low, at[low]), (high, at[high]), r_over_s * median(s_part)))
+        probes: list[tuple[int, float]] = []  # context |-> time of attention over that of the S-Part
+        for context in (low, high) * 2:
+            probes.append((context, self._r_over_s(run, context)))
+        for _ in range(NEAR_PROBES):  # each part slows the other down, so the line is not quite one
+            near = sorted(probes, key=lambda probe: abs(probe[1] - r_over_s))
+            below = [probe for probe in near if probe[1] <= r_over_s] or near
+            above = [probe for probe in near if probe[1] > r_over_s and probe[0] != below[0][0]] or near[::-1]
+            context = min(longest, solve_context(below[0], above[0], r_over_s))
+            probes.append((context, self._r_over_s(run, context)))
+        return probes[-1][0]
+
+    def _r_over_s(self, run: RunConfig, context: int) -> float:
+        window = self.steady(run, context, PROBE_STEPS)
+        return window.t_r_part / window.t_s_part
 
     def num_owners(self, run: RunConfig) -> int:
         """R-workers, of a run that has been made."""
