@@ -197,8 +197,8 @@ class RunConfig:
     )
     load_limit: int | None = _option(
         None,
-        "load-stabilizing: most tokens that a step may read, averaged over layers; default: from batch size and "
-        "lengths",
+        "load-stabilizing: most tokens that a step may read if all run to their bounds, averaged over layers; default: "
+        "none, the pace levels the load",
     )
     r_worker_weights: str = _option(
         "auto",

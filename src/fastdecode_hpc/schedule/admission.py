@@ -112,14 +112,15 @@ class Admission:
         num_rows = sum(map(len, batches)) + len(waiting)
         share = min(self.max_rows, -(-num_rows // self.num_slots))
         targets = self._targets(batches, waiting)
-        if len(batch) > share or (len(batch) == share and not is_level(self._batch_loads(batch), targets)):
+        own = self._batch_loads(batch)
+        if len(batch) > share or (len(batch) == share and not is_level(own, targets, share)):
             leaving = choose_leaving(self._loaded(batch.seqs), share, targets)
             self._moving.extend(leaving)
             batch.remove(leaving)
             return []
         if not waiting or len(batch) == share:
             return []
-        taken = self._take(waiting, share - len(batch), targets, self._batch_loads(batch))
+        taken = self._take(waiting, share - len(batch), targets, own)
         batch.add(taken)
         self._moving = deque(_without(self._moving, taken))
         self._ready = deque(_without(self._ready, taken))

@@ -41,11 +41,12 @@ class LoadForecast:
         self._stops[seq.seq_id] = step + len(own)
         self._from(step, len(own))[: len(own)] += own
 
-    def remove(self, seq: Sequence, step: int) -> None:
-        """`seq` does not run in `step` or later: the load that was still expected is free."""
+    def remove(self, seq: Sequence, step: int) -> bool:
+        """`seq` does not run in `step` or later: the load that was still expected is free; whether there was any."""
         left = self._stops.pop(seq.seq_id) - step
         if left > 0:
             self._from(step, left)[:left] -= self.loads_of(seq)[-left:]
+        return left > 0
 
     def load(self, step: int) -> float:
         """Load expected in `step`, in tokens averaged over layers."""

@@ -33,9 +33,13 @@ def sum_loads(seqs: Iterable[LoadedSequence]) -> Loads:
     return loads
 
 
-def is_level(loads: Loads, targets: Mapping[int, float]) -> bool:
-    """Whether no R-worker reads much more than it should in this slot."""
-    return all(loads[owner] - target <= TOLERANCE * target for owner, target in targets.items())
+def is_level(loads: Loads, targets: Mapping[int, float], num_rows: int) -> bool:
+    """Whether no R-worker reads much more than it should in this slot.
+
+    Less than one average sequence too much is level: with few rows it could not be helped, only moved about.
+    """
+    tolerance = max(TOLERANCE, len(targets) / max(1, num_rows))
+    return all(loads[owner] - target <= tolerance * target for owner, target in targets.items())
 
 
 def take_level(candidates: Ordered[LoadedSequence], count: int, missing: Loads) -> list[Sequence]:
@@ -78,7 +82,7 @@ def choose_leaving(own: Ordered[LoadedSequence], share: int, targets: Mapping[in
     excess: Loads = Counter({owner: round(loads[owner] - target) for owner, target in targets.items()})
     if len(own) > share:
         return take_level(own, len(own) - share, excess)
-    if is_level(loads, targets):
+    if is_level(loads, targets, len(own)):
         return []
     owner = max(targets, key=lambda owner: excess[owner])
     mine = [seq for seq in own if seq.seq.owner == owner]

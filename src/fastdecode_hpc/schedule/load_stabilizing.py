@@ -7,6 +7,7 @@ at any time. The load-stabilizing schedule (FastDecode, section 4.2) starts a mi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from itertools import islice
 from typing import Protocol
@@ -77,7 +78,7 @@ def choose_interval(mean_steps: float, *, max_batch_size: int, spread: int) -> i
 
 
 class LoadStabilizing:
-    """Starts micro-batches at intervals and never lets a step's expected load pass a limit.
+    """Starts a micro-batch every few steps, so that sequences of all ages run together.
 
     Parameters
     ----------
@@ -87,22 +88,23 @@ class LoadStabilizing:
     start_interval : int, optional
         F, steps from one micro-batch to the next. By default a micro-batch gets `spread` sequences.
     load_limit : float, optional
-        Most tokens that a step may read, averaged over layers. By default what B sequences like those admitted so far
-        read in the steady state, see Notes.
+        Most tokens that a step may read, averaged over layers, if all sequences run to their bounds. By default none:
+        the pace alone levels the load.
     spread : int
         Over how many places (slots times R-workers) the sequences of a micro-batch are spread.
 
     Notes
     -----
-    A micro-batch has ``M = B F / S`` sequences (equation 5), S being the mean number of new tokens of the sequences
-    admitted so far. For prompts of length P the load is then at most ``B (P + (S + F) / 2) + M`` (equation 6 with
-    prompts). With unequal lengths the mean load of a running sequence takes the place of ``P + S / 2``: a long sequence
-    counts for as many steps as it runs.
+    A micro-batch has ``M = B F / S`` sequences (equation 5), fractions of one carried on; S is the mean number of steps
+    that a sequence runs. For equal lengths and prompts of P tokens the load then stays at ``B (P + (S + F) / 2) + M`` or
+    below (equation 6 with prompts), from the cold start on.
 
-    In every interval M sequences may start, and one more for each that has ended. So the batch grows evenly from the
-    cold start on, while the place of what ends is filled at once, where the limit allows it. Sequences start in the
-    order in which they became ready; the first is never passed over, so none starves. A sequence above the limit by
-    itself runs alone.
+    What ends before its bound is replaced at once. If the batch is not full when a lifetime has passed since the cold
+    start, what is missing is made up over the next lifetime: a burst would age together, and the load with it. S is the
+    mean bound of the sequences admitted so far, or steps run over sequences ended, where ends come earlier than bounds.
+
+    Sequences start in the order in which they became ready; the first is never passed over, so none starves. A sequence
+    above the limit by itself runs alone.
     """
 
     def __init__(
@@ -116,64 +118,95 @@ class LoadStabilizing:
     ) -> None:
         self.layout = layout
         self.max_batch_size = max_batch_size
+        self.load_limit = math.inf if load_limit is None else load_limit
         self.forecast = LoadForecast(layout)
-        self._start_interval, self._load_limit, self._spread = start_interval, load_limit, spread
-        self._num_admitted = self._sum_steps = self._sum_loads = 0  # of sequences admitted; loads in token-layers
-        self._num_running = 0
+        self._start_interval, self._spread = start_interval, spread
+        self._num_admitted = self._sum_bounds = 0  # bounds in decode steps
+        self._lives = _Lives()
+        self._cold_start = 0  # step at which the first one started when nothing ran
         self._interval_stop = 0  # step at which the next interval begins
-        self._quota = 0  # sequences that may still start in this one
+        self._credit = 0.0  # sequences that may start
 
     @property
     def start_interval(self) -> int:
         """F, in steps."""
         if self._start_interval is not None:
             return self._start_interval
-        return choose_interval(self._mean_steps, max_batch_size=self.max_batch_size, spread=self._spread)
+        return choose_interval(self.mean_steps, max_batch_size=self.max_batch_size, spread=self._spread)
 
     @property
     def micro_batch_size(self) -> int:
-        """M, in sequences."""
-        return max(1, min(self.max_batch_size, round(self.max_batch_size * self.start_interval / self._mean_steps)))
+        """M, in sequences, rounded up."""
+        return max(1, math.ceil(self.max_batch_size * self.start_interval / self.mean_steps))
 
     @property
-    def load_limit(self) -> float:
-        """Most tokens that a step may read, averaged over layers."""
-        if self._load_limit is not None:
-            return self._load_limit
-        mean_load = self._sum_loads / max(1, self._sum_steps) / self.layout.num_layers
-        return self.max_batch_size * (mean_load + self.start_interval / 2) + self.micro_batch_size
-
-    @property
-    def _mean_steps(self) -> float:
-        return max(1.0, self._sum_steps / max(1, self._num_admitted))
+    def mean_steps(self) -> float:
+        """S, steps that a sequence runs."""
+        bound = self._sum_bounds / max(1, self._num_admitted)
+        return max(1.0, min(bound, self._lives.mean))
 
     def may_admit(self, num_waiting: int, num_running: int) -> bool:
         return num_waiting < 2 * self.micro_batch_size
 
     def admitted(self, seq: Sequence) -> None:
-        loads = self.forecast.loads_of(seq)
         self._num_admitted += 1
-        self._sum_steps += len(loads)
-        self._sum_loads += int(loads.sum())
+        self._sum_bounds += seq.max_new_tokens - 1  # the first token is prefill's
 
     def num_startable(self, ready: Collection[Sequence], step: int) -> int:
+        if not ready:
+            return 0
+        if not self._lives.num_running:
+            self._cold_start = step
         if step >= self._interval_stop:
             self._interval_stop = step + self.start_interval
-            self._quota = min(self._quota, self.micro_batch_size) + self.micro_batch_size
-        room = min(self._quota, self.max_batch_size - self._num_running)
+            self._credit = min(self._credit, self.micro_batch_size) + self._rate(step) * self.start_interval
+        room = min(int(self._credit), self.max_batch_size - self._lives.num_running)
         fitting = self.forecast.num_fitting(list(islice(ready, max(0, room))), step, self.load_limit)
-        return 1 if ready and not fitting and not self._num_running else fitting
+        return fitting if self._lives.num_running else max(1, fitting)
 
     def started(self, seq: Sequence, step: int) -> None:
         if seq in self.forecast:
             self.forecast.remove(seq, step)
         else:
-            self._num_running += 1
-            self._quota -= 1
+            self._lives.start(step)
+            self._credit -= 1
         self.forecast.add(seq, step)
 
     def finished(self, seq: Sequence, step: int) -> None:
         if seq in self.forecast:
-            self.forecast.remove(seq, step)
-            self._num_running -= 1
-            self._quota += 1
+            self._credit += self.forecast.remove(seq, step)
+            self._lives.end(step)
+
+    def _rate(self, step: int) -> float:
+        """Sequences that start in a step."""
+        wanted = self.max_batch_size
+        if step - self._cold_start >= self.mean_steps:
+            wanted += max(0, self.max_batch_size - self._lives.num_running - self.micro_batch_size)
+        return wanted / self.mean_steps
+
+
+class _Lives:
+    """How long sequences run: the steps that all have run, over those that have ended."""
+
+    def __init__(self) -> None:
+        self.num_running = 0
+        self._num_ended = 0
+        self._steps_run = 0  # until `_step`
+        self._step = 0
+
+    @property
+    def mean(self) -> float:
+        return self._steps_run / self._num_ended if self._num_ended else math.inf
+
+    def start(self, step: int) -> None:
+        self._count(step)
+        self.num_running += 1
+
+    def end(self, step: int) -> None:
+        self._count(step)
+        self.num_running -= 1
+        self._num_ended += 1
+
+    def _count(self, step: int) -> None:
+        self._steps_run += self.num_running * (step - self._step)
+        self._step = step
