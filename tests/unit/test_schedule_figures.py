@@ -7,6 +7,7 @@ from fastdecode_hpc.bench.schedule_figures import (
     PEAK_STEPS,
     Window,
     full_steps,
+    peak_latency,
     running_median,
     solve_context,
     step_latencies,
@@ -63,14 +64,16 @@ def test_the_context_is_solved_from_two_probes() -> None:
 
 
 def test_a_peak_is_no_single_disturbed_step() -> None:
-    steps = make_steps(40)
-    for step in steps:
-        step.t_start += 5.0 if step.step > 20 else 0.0  # one step takes 7 s
-    window = Window.of(steps, 2, 39, num_layers=10, num_slots=2)
-    assert window.peak_step_s == pytest.approx(2.0)
-    for step in steps:
-        step.t_start += max(0, min(step.step - 10, PEAK_STEPS)) * 1.0  # so many take 3 s
-    assert Window.of(steps, 2, 39, num_layers=10, num_slots=2).peak_step_s == pytest.approx(3.0)
+    def window(*pauses: tuple[int, float]) -> Window:
+        steps = make_steps(40)
+        for step in steps:
+            step.t_start += sum(seconds for after, seconds in pauses if step.step > after)
+        return Window.of(steps, 2, 39, num_layers=10, num_slots=2)
+
+    assert peak_latency([window((20, 5.0))]) == pytest.approx(2.0)  # one step takes 7 s
+    slow = [(10 + step, 1.0) for step in range(PEAK_STEPS)]
+    assert peak_latency([window(*slow)]) == pytest.approx(3.0)  # so many take 3 s
+    assert peak_latency([window(*slow), window(), window()]) == pytest.approx(2.0)  # in one run of three
 
 
 def test_a_running_median_of_too_few_values_is_one() -> None:

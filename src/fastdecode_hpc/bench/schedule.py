@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 OVERLAP_MODEL, LIVES_MODEL = "benchmarks/configs/wide-attention", "benchmarks/configs/short-lives"
 OVERLAP_BATCH, LIVES_BATCH = 256, 64
+LIVES_ISA = "scalar"  # slow attention is as slow as the S-Part on short contexts, so a generation is a hundred steps
 
 
 def add_arguments(benches: Any) -> None:
@@ -99,10 +100,11 @@ def _check(args: argparse.Namespace) -> None:
             raise ConfigError(f"--plot draws whole generations; --cases must have one of {', '.join(LIVES)}")
 
 
-def _run_config(args: argparse.Namespace, model: str, batch: int) -> RunConfig:
+def _run_config(args: argparse.Namespace, model: str, batch: int, isa: str | None = None) -> RunConfig:
     return RunConfig(
         model=args.model or model,
         load_format="dummy",
+        isa=isa,
         max_batch_size=args.batch or batch,
         threads=args.threads,
         wait=args.wait,
@@ -136,7 +138,7 @@ def _measure(args: argparse.Namespace, session: ScheduleSession) -> list[Figures
     if _chosen(args, (PREFILL,)):
         rows.append(PrefillCase(session, overlap, rounds=args.rounds).measure())
     if names := _chosen(args, LIVES):
-        run = _run_config(args, LIVES_MODEL, LIVES_BATCH)
+        run = _run_config(args, LIVES_MODEL, LIVES_BATCH, LIVES_ISA)
         lives = LivesCases(session, run, rounds=args.rounds, mean_new=args.new_tokens)
         rows += lives.measure(names)
         if args.plot is not None:

@@ -67,11 +67,6 @@ class Window:
         return max(self.t_s_part, self.t_r_part) / self.wall_s
 
     @property
-    def peak_step_s(self) -> float:
-        """Longest step, taken as a running median: on a shared machine any single step may be disturbed."""
-        return float(running_median(step_latencies(self.steps), PEAK_STEPS).max())
-
-    @property
     def peak_load(self) -> int:
         """Most tokens read in a step."""
         return int(step_loads(self.steps).max())
@@ -130,6 +125,18 @@ def full_steps(steps: Sequence[StepTimes], num_rows: int) -> tuple[int, int]:
 def step_latencies(steps: Sequence[StepTimes]) -> npt.NDArray[np.float64]:
     """Seconds from each step's start to the next one's: ``[num_steps - 1]``."""
     return np.diff([step.t_start for step in sorted(steps, key=lambda step: step.step) if step.slot == 0])
+
+
+def peak_latency(windows: Sequence[Window]) -> float:
+    """Longest step of runs that did the same, seconds.
+
+    Of each step the median over the runs counts, and of those a running median: any single step may be disturbed on a
+    shared machine.
+    """
+    latencies = [step_latencies(window.steps) for window in windows]
+    length = min(map(len, latencies))
+    typical = np.median([one[:length] for one in latencies], axis=0)
+    return float(running_median(typical, PEAK_STEPS).max())
 
 
 def step_loads(steps: Sequence[StepTimes]) -> npt.NDArray[np.int64]:

@@ -45,7 +45,7 @@ def _format_lives(row: Figures) -> str:
     text += f"; imbalance {row['imbalance']:.3f}; {row['tokens_per_s']:.0f} tokens/s"
     if "speedup_over_greedy" in row:
         text += (
-            f"; against greedy: peak {_spread(row, 'peak_step_over_greedy')}, "
+            f"; against greedy: peak {row['peak_step_over_greedy']:.3f}, "
             f"tokens/s {_spread(row, 'speedup_over_greedy')}, "
             f"cold start counted in {_spread(row, 'speedup_over_greedy_with_cold_start')}"
         )

@@ -96,8 +96,8 @@ class LoadStabilizing:
     Notes
     -----
     A micro-batch has ``M = B F / S`` sequences (equation 5), fractions of one carried on; S is the mean number of steps
-    that a sequence runs. For equal lengths and prompts of P tokens the load then stays at ``B (P + (S + F) / 2) + M`` or
-    below (equation 6 with prompts), from the cold start on.
+    that a sequence runs. For equal lengths and prompts of P tokens the load then stays at ``B (P + (S + F) / 2) + M``
+    or below (equation 6 with prompts), from the cold start on.
 
     What ends before its bound is replaced at once. If the batch is not full when a lifetime has passed since the cold
     start, what is missing is made up over the next lifetime: a burst would age together, and the load with it. S is the
