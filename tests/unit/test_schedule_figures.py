@@ -9,7 +9,6 @@ from fastdecode_hpc.bench.schedule_figures import (
     full_steps,
     peak_latency,
     running_median,
-    solve_context,
     step_latencies,
     step_loads,
     steps_between,
@@ -56,11 +55,6 @@ def test_only_full_steps_without_prefill_count() -> None:
 def test_latencies_and_loads_are_of_all_slots() -> None:
     assert step_latencies(make_steps(4)).tolist() == [2.0] * 3
     assert step_loads(make_steps(3)).tolist() == [200] * 3
-
-
-def test_the_context_is_solved_from_two_probes() -> None:
-    assert solve_context((100, 1.5), (300, 3.5), 5.5) == 500
-    assert solve_context((100, 1.0), (300, 1.0), 5.5) == 300  # attention takes no measurable time
 
 
 def test_a_peak_is_no_single_disturbed_step() -> None:

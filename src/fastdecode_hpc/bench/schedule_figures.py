@@ -157,11 +157,3 @@ def steps_between(steps: Sequence[StepTimes], start_s: float, stop_s: float) -> 
     """First and last of the steps that began in a stretch of time."""
     inside = [step.step for step in steps if step.slot == 0 and start_s <= step.t_start <= stop_s]
     return min(inside), max(inside)
-
-
-def solve_context(low: tuple[int, float], high: tuple[int, float], wanted: float) -> int:
-    """Context at which a figure has the `wanted` value, on the line through two (context, value)."""
-    slope = (high[1] - low[1]) / (high[0] - low[0])
-    if slope <= 0:  # too little to measure
-        return max(low[0], high[0])
-    return max(1, round(low[0] + (wanted - low[1]) / slope))

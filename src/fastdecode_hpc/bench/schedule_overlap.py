@@ -35,7 +35,7 @@ class OverlapCases:
         contexts: dict[float, int] = {}
         for name in names:
             ratio, _ = OVERLAP[name]
-            contexts[ratio] = contexts.get(ratio) or self.session.find_context(self._run(2), ratio)
+            contexts[ratio] = contexts.get(ratio) or self.session.find_context(self._run(2), ratio, self.num_steps)
         windows: dict[str, list[Window]] = {name: [] for name in names}
         for index in range(self.rounds + 1):
             for name in names:
@@ -43,7 +43,7 @@ class OverlapCases:
                 window = self.session.steady(self._run(num_slots), contexts[ratio], self.num_steps)
                 windows[name] += [window] if index else []  # the first round warms up
                 if num_slots == 2 and index < self.rounds:  # what a part takes drifts with the machine's state
-                    contexts[ratio] = max(1, round(contexts[ratio] * ratio * window.t_s_part / window.t_r_part))
+                    contexts[ratio] = self.session.adjust(self._run(2), contexts[ratio], ratio, window, self.num_steps)
             print(f"bench: overlap, round {index} of {self.rounds}", file=sys.stderr, flush=True)
         rows = []
         for name in names:

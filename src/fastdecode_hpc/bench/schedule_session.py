@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from fastdecode_hpc.bench.schedule_figures import Window, full_steps, solve_context
+from fastdecode_hpc.bench.schedule_figures import Window, full_steps
 from fastdecode_hpc.config import RunConfig
 from fastdecode_hpc.engine import Engine
 from fastdecode_hpc.results import Completion, Hooks
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 SETTLING_STEPS = 3  # after all sequences have started
 PROBE_STEPS = 8
-NEAR_PROBES = 3
+NUM_PROBES = 6
+START_CONTEXT = 256
 MARGIN_STEPS = 2 * SETTLING_STEPS + 2  # of a steady run, beside those that count
 
 Lengths = tuple[int, int]  # tokens of a prompt, and of its output
@@ -106,25 +107,29 @@ class ScheduleSession:
         first, last = full_steps(recording.steps, run.max_batch_size)
         return recording.window(first + SETTLING_STEPS, last)
 
-    def find_context(self, run: RunConfig, r_over_s: float, *, low: int = 64, high: int = 1024) -> int:
-        """Context at which attention takes `r_over_s` times as long as the S-Part."""
-        self.decode(run, [(1, SETTLING_STEPS)] * run.max_batch_size)  # warms up
-        longest = self._engine(run, given_kv=True).setup.max_context_len - PROBE_STEPS - MARGIN_STEPS
-        high = max(low + 1, min(high, longest))
-        probes: list[tuple[int, float]] = []  # context |-> time of attention over that of the S-Part
-        for context in (low, high) * 2:
-            probes.append((context, self._r_over_s(run, context)))
-        for _ in range(NEAR_PROBES):  # each part slows the other down, so the line is not quite one
-            near = sorted(probes, key=lambda probe: abs(probe[1] - r_over_s))
-            below = [probe for probe in near if probe[1] <= r_over_s] or near
-            above = [probe for probe in near if probe[1] > r_over_s and probe[0] != below[0][0]] or near[::-1]
-            context = min(longest, solve_context(below[0], above[0], r_over_s))
-            probes.append((context, self._r_over_s(run, context)))
-        return probes[-1][0]
+    def find_context(self, run: RunConfig, r_over_s: float, num_steps: int = PROBE_STEPS) -> int:
+        """Context at which attention takes `r_over_s` times as long as the S-Part, or as near as the model allows.
 
-    def _r_over_s(self, run: RunConfig, context: int) -> float:
-        window = self.steady(run, context, PROBE_STEPS)
-        return window.t_r_part / window.t_s_part
+        Parameters
+        ----------
+        num_steps : int
+            Steps that are to be run with it.
+        """
+        self.decode(run, [(1, SETTLING_STEPS)] * run.max_batch_size)  # warms up
+        context = min(START_CONTEXT, self._longest(run, num_steps))
+        for _ in range(NUM_PROBES):
+            context = self.adjust(run, context, r_over_s, self.steady(run, context, PROBE_STEPS), num_steps)
+        return context
+
+    def adjust(self, run: RunConfig, context: int, r_over_s: float, window: Window, num_steps: int) -> int:
+        """A better context than the one that gave `window`: attention's time is nearly proportional to it."""
+        wanted = context * r_over_s * window.t_s_part / max(window.t_r_part, 1e-9)
+        return max(1, min(round(wanted), self._longest(run, num_steps)))
+
+    def _longest(self, run: RunConfig, num_steps: int) -> int:
+        """Longest context of a steady run that fits the model."""
+        max_context_len = self._engine(run, given_kv=True).setup.max_context_len
+        return max(1, max_context_len - max(num_steps, PROBE_STEPS) - MARGIN_STEPS)
 
     def num_owners(self, run: RunConfig) -> int:
         """R-workers, of a run that has been made."""
