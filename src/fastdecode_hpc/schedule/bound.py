@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from fastdecode_hpc.schedule.pipeline import Stage, pipeline
 
-SETTLING_STEPS = 4  # after which every step takes as long as the one before
-COUNTED_STEPS = 4
+SETTLING_STEPS = 16  # after which steps take as long as those before, but for what one part is still ahead
+COUNTED_STEPS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,10 @@ def best_step_time(slots: list[StageTimes], num_layers: int, *, message_s: float
         s_free = max(s_free, out_at[stage.slot]) + _s_time(times, stage)
         r_free = max(r_free, s_free + message_s) + times.r_layer
         out_at[stage.slot] = r_free + message_s
-    return (begun[-1] - begun[SETTLING_STEPS]) / COUNTED_STEPS
+    settled = (begun[-1] - begun[SETTLING_STEPS]) / COUNTED_STEPS
+    s_part = sum(num_layers * times.s_layer + times.s_turn for times in slots)
+    r_part = sum(num_layers * times.r_layer for times in slots)
+    return max(settled, s_part, r_part)
 
 
 def _s_time(times: StageTimes, stage: Stage) -> float:
