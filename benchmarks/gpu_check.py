@@ -211,20 +211,16 @@ def measure_decode(folder: Path) -> None:
 
 def _decode_figures(steps: list[Any], batch: int) -> dict[str, float]:
     """Shares of wall time of the later half of the steps with full slots (all graphs are recorded by then)."""
-    rows: dict[int, int] = {}
-    for step in steps:
-        rows[step.step] = rows.get(step.step, 0) + step.num_rows
-    full = sorted(number for number, count in rows.items() if count == batch)
-    first, last = full[len(full) // 2], full[-1]
-    started = {step.step: step.t_start for step in steps if step.slot == 0}
-    wall = started[last] - started[first]
-    inside = [step for step in steps if first <= step.step < last]
+    from fastdecode_hpc.bench.schedule_figures import Window, full_steps
+
+    first, last = full_steps(steps, batch)
+    window = Window.of(steps, (first + last) // 2, last, num_layers=NUM_LAYERS, num_slots=2)
     return {
-        "step_s": wall / (last - first),
-        "gpu_busy": sum(step.t_s_part for step in inside) / wall,
-        "r_part_busy": sum(step.t_r_part for step in inside) / wall,
-        "wait": sum(step.t_wait for step in inside) / wall,
-        "tokens_per_s": batch * (last - first) / wall,
+        "step_s": window.step_s,
+        "gpu_busy": window.t_s_part / window.wall_s,
+        "r_part_busy": window.t_r_part / window.wall_s,
+        "wait": sum(step.t_wait for step in window.steps) / window.wall_s,
+        "tokens_per_s": window.tokens_per_s,
     }
 
 

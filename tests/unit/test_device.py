@@ -6,6 +6,7 @@ import gc
 import itertools
 import logging
 import weakref
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -45,6 +46,17 @@ def until(ready) -> None:
     raise AssertionError("a copy never ends")
 
 
+def pass_layers(stages: SlotStages) -> Iterator[None]:
+    """Run the stages of a step; yields when q, k, v of each are at the host."""
+    for layer in range(MODEL.num_layers):
+        if layer:
+            stages.receive()
+        for body in stages.bodies(layer):
+            body()
+        until(stages.send())
+        yield
+
+
 @torch.inference_mode()
 def run_steps(s_part: SPart, device, batches: list[int], wire_dtype: str) -> list[np.ndarray]:
     """q, k, v of every stage and hidden states of every step; attention is a stand-in that mixes q and v."""
@@ -52,12 +64,7 @@ def run_steps(s_part: SPart, device, batches: list[int], wire_dtype: str) -> lis
     results = []
     for step, num_rows in enumerate(batches):
         stages.begin([(7 * step + row) % 100 for row in range(num_rows)], np.arange(num_rows) + step)
-        for layer in range(MODEL.num_layers):
-            if layer:
-                stages.receive()
-            for body in stages.bodies(layer):
-                body()
-            until(stages.send())
+        for _ in pass_layers(stages):
             results.append(stages.qkv.rows[:num_rows].copy())
             stages.out.rows[:num_rows] = stages.qkv.rows[:num_rows, : MODEL.q_size]
         stages.receive()
@@ -91,12 +98,8 @@ def test_rows_of_padding_do_not_count_as_saturated(s_part) -> None:
         stages.out.rows[:] = 6e4
         for num_rows in (8, 5):
             stages.begin([1] * num_rows, np.arange(num_rows))
-            for layer in range(MODEL.num_layers):
-                if layer:
-                    stages.receive()
-                for body in stages.bodies(layer):
-                    body()
-                until(stages.send())
+            for _ in pass_layers(stages):
+                pass
             device.fetch(torch.zeros(1), lambda: None)
         return cast.num_saturated
 
