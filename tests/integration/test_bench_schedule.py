@@ -35,6 +35,8 @@ def test_mistakes_are_told_before_ranks_start(tmp_path: Path) -> None:
         (["--plot", "picture.nope"], "png"),
         (["--plot", "picture.png", "--cases", "balanced"], "greedy-equal-2"),
         (["--batch", "1"], "at least 2"),
+        (["--empty-stages", "--cases", "balanced"], "leave out --cases"),
+        (["--empty-stages", "--plot", "picture.png"], "leave out --cases"),
     ):
         done = run_limited([*FASTDECODE, "bench", "schedule", *flags], timeout=60)
         assert done.returncode == 2

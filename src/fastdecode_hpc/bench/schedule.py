@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 OVERLAP_MODEL, LIVES_MODEL = "benchmarks/configs/wide-attention", "benchmarks/configs/short-lives"
 OVERLAP_BATCH, LIVES_BATCH = 256, 64
-LIVES_ISA = "scalar"  # slow attention is as slow as the S-Part on short contexts, so a generation is a hundred steps
+LIVES_KV_DTYPE = "fp32"  # twice the bytes a token: attention is as long as the S-Part at half the context
 
 
 def add_arguments(benches: Any) -> None:
@@ -85,6 +85,8 @@ def _check(args: argparse.Namespace) -> None:
     for name, low in (("batch", 2), ("new_tokens", 16)):
         if getattr(args, name) is not None:
             check_at_least(name, getattr(args, name), low)
+    if args.empty_stages and (args.cases or args.plot):
+        raise ConfigError("--empty-stages measures the loop alone; leave out --cases and --plot")
     known = (*OVERLAP, PREFILL, *LIVES)
     for name in args.cases:
         if name not in known:
@@ -100,11 +102,11 @@ def _check(args: argparse.Namespace) -> None:
             raise ConfigError(f"--plot draws whole generations; --cases must have one of {', '.join(LIVES)}")
 
 
-def _run_config(args: argparse.Namespace, model: str, batch: int, isa: str | None = None) -> RunConfig:
+def _run_config(args: argparse.Namespace, model: str, batch: int, kv_dtype: str = "fp16") -> RunConfig:
     return RunConfig(
         model=args.model or model,
         load_format="dummy",
-        isa=isa,
+        kv_dtype=kv_dtype,
         max_batch_size=args.batch or batch,
         threads=args.threads,
         wait=args.wait,
@@ -138,7 +140,7 @@ def _measure(args: argparse.Namespace, session: ScheduleSession) -> list[Figures
     if _chosen(args, (PREFILL,)):
         rows.append(PrefillCase(session, overlap, rounds=args.rounds).measure())
     if names := _chosen(args, LIVES):
-        run = _run_config(args, LIVES_MODEL, LIVES_BATCH, LIVES_ISA)
+        run = _run_config(args, LIVES_MODEL, LIVES_BATCH, LIVES_KV_DTYPE)
         lives = LivesCases(session, run, rounds=args.rounds, mean_new=args.new_tokens)
         rows += lives.measure(names)
         if args.plot is not None:
