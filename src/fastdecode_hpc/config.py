@@ -187,6 +187,14 @@ class RunConfig:
     max_prefill_tokens: int = _option(512, "most prompt tokens that pass all layers between two decode steps")
     prefill_chunk_tokens: int = _option(256, "longest piece of a prompt that passes a layer at once")
     max_context_len: int | None = _option(None, "longest prompt plus output; default: the model's own limit")
+    overlong: str = _option(
+        "error",
+        "a prompt that leaves no room for a new token fails, or is cut: of its start, of its end",
+        choices=("error", "truncate-left", "truncate-right"),
+    )
+    merge_system: bool = _option(
+        False, "where the chat template refuses a system message, put it before the user's first message"
+    )
     schedule: str = _option(
         "greedy",
         "when prefilled sequences start to decode: as soon as they can, or so that the load of each step stays level",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from fastdecode_hpc.config import ConfigError
 from fastdecode_hpc.schedule.placement import Placement
-from fastdecode_hpc.sequence import Request, Sequence
+from fastdecode_hpc.sequence import Prompt, Request, Sequence
 
 
 class RequestFailure(Exception):
@@ -22,16 +23,18 @@ class RequestFailure(Exception):
 class TokenizerLike(Protocol):
     """What is needed of `tokenizer.Tokenizer`."""
 
+    @property
+    def bos_token_id(self) -> int | None: ...
     def encode_prompt(self, text: str) -> list[int]: ...
     def encode_messages(self, messages: list[dict[str, Any]]) -> list[int]: ...
 
 
 @dataclass(slots=True)
 class Accepted:
-    """A request on its way: its sequence and what its record should mention."""
+    """A request on its way: its sequences, one a choice, and what its record should mention."""
 
     request: Request
-    seq: Sequence
+    seqs: list[Sequence]
     notes: list[str] = field(default_factory=list)
 
 
@@ -49,6 +52,10 @@ class Intake:
         Longest prompt plus output.
     seed : int
         Of requests that bring none.
+    overlong : {"error", "truncate-left", "truncate-right"}
+        What becomes of a prompt that leaves no room for a new token.
+    merge_system : bool
+        Where the chat template refuses a system message, put it before the first message of the user.
     """
 
     def __init__(
@@ -59,12 +66,16 @@ class Intake:
         vocab_size: int,
         max_context_len: int,
         seed: int,
+        overlong: str = "error",
+        merge_system: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
         self.placement = placement
         self.vocab_size = vocab_size
         self.max_context_len = max_context_len
         self.seed = seed
+        self.overlong = overlong
+        self.merge_system = merge_system
         self._num_made = 0
 
     def accept(self, request: Request) -> Accepted:
@@ -75,22 +86,20 @@ class Intake:
         RequestFailure
             With the numbers and the way out.
         """
-        prompt_ids = self._tokenise(request)
-        self._check_ids(prompt_ids)
-        room = self.max_context_len - len(prompt_ids)
-        if room < 1:
-            raise RequestFailure(
-                "prompt_too_long",
-                f"the prompt has {len(prompt_ids)} tokens; at most {self.max_context_len - 1} leave room for one "
-                f"new token in a context of {self.max_context_len}",
-            )
-        asked = request.params.max_new_tokens
-        notes = [f"max_new_tokens clamped from {asked} to {room}"] if asked > room else []
-        seq = self._make_sequence(request, prompt_ids, min(asked, room))
-        self._check_capacity(seq)
-        return Accepted(request, seq, notes)
+        notes = dict.fromkeys(request.notes)  # in order, each once
+        prompts = [self._fit(ids, request.params.max_new_tokens, notes) for ids in self._tokenise(request, notes)]
+        seqs: list[Sequence] = []
+        for prompt_ids in prompts:
+            asked, room = request.params.max_new_tokens, self.max_context_len - len(prompt_ids)
+            if asked > room:
+                notes[f"max_new_tokens clamped from {asked} to {room}"] = None
+            for _ in range(request.params.n):
+                seqs.append(self._make_sequence(request, prompt_ids, min(asked, room), len(seqs)))
+            self._check_capacity(seqs[-1])
+        self._check_bias(request)
+        return Accepted(request, seqs, list(notes))
 
-    def _make_sequence(self, request: Request, prompt_ids: list[int], max_new_tokens: int) -> Sequence:
+    def _make_sequence(self, request: Request, prompt_ids: list[int], max_new_tokens: int, choice: int) -> Sequence:
         self._num_made += 1
         return Sequence(
             seq_id=self._num_made,
@@ -98,23 +107,70 @@ class Intake:
             prompt_ids=prompt_ids,
             params=request.params,
             max_new_tokens=max_new_tokens,
+            choice=choice,
             seed=self.seed if request.params.seed is None else request.params.seed,
+            forced_ids=request.known_ids[choice] if request.known_ids else (),
         )
 
-    def _tokenise(self, request: Request) -> list[int]:
-        if isinstance(request.prompt, list):
-            return list(request.prompt)
-        if self.tokenizer is None:
-            raise RequestFailure("no_tokenizer", "this run has no tokenizer: give the prompt as a list of token ids")
+    def _tokenise(self, request: Request, notes: dict[str, None]) -> Iterator[list[int]]:
+        """Token ids of each prompt."""
         try:
             if request.messages is not None:
-                return self.tokenizer.encode_messages(request.messages)
-            assert isinstance(request.prompt, str)
-            return self.tokenizer.encode_prompt(request.prompt)
+                yield self._encode_messages(request.messages, notes)
+            for prompt in request.prompts:
+                yield self._encode_prompt(prompt)
         except ConfigError:
             raise
         except ValueError as error:  # tokenizer.PromptError, which has a code
             raise RequestFailure(getattr(error, "code", "invalid_prompt"), str(error)) from None
+
+    def _encode_prompt(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, list):
+            self._check_ids(prompt)
+            return list(prompt)
+        return self._known_tokenizer().encode_prompt(prompt)
+
+    def _encode_messages(self, messages: list[dict[str, Any]], notes: dict[str, None]) -> list[int]:
+        tokenizer = self._known_tokenizer()
+        try:
+            return tokenizer.encode_messages(messages)
+        except ValueError:
+            if not self.merge_system or (merged := merge_system(messages)) is None:
+                raise
+        notes["the system message was put before the first message of the user"] = None
+        return tokenizer.encode_messages(merged)
+
+    def _known_tokenizer(self) -> TokenizerLike:
+        if self.tokenizer is None:
+            raise RequestFailure("no_tokenizer", "this run has no tokenizer: give the prompt as a list of token ids")
+        return self.tokenizer
+
+    def _fit(self, ids: list[int], max_new_tokens: int, notes: dict[str, None]) -> list[int]:
+        """The prompt, cut if it leaves no room for a token and may be cut."""
+        self._check_ids(ids)
+        longest = self.max_context_len - 1
+        if len(ids) <= longest:
+            return ids
+        if self.overlong == "error":
+            raise RequestFailure(
+                "prompt_too_long",
+                f"the prompt has {len(ids)} tokens; at most {longest} leave room for one new token in a context of "
+                f"{self.max_context_len}; shorten it, or have it cut (--overlong truncate-left)",
+            )
+        kept = self.max_context_len - max(1, min(max_new_tokens, self.max_context_len // 2))
+        notes[f"prompt cut from {len(ids)} to {kept} tokens ({self.overlong})"] = None
+        if self.overlong == "truncate-right":
+            return ids[:kept]
+        bos = [] if self.tokenizer is None else [self.tokenizer.bos_token_id]
+        head = ids[:1] if ids[:1] == bos else []
+        return head + ids[len(ids) - kept + len(head) :]
+
+    def _check_bias(self, request: Request) -> None:
+        for token, _ in request.params.logit_bias:
+            if token >= self.vocab_size:
+                raise RequestFailure(
+                    "invalid_token", f"logit_bias has token id {token}, outside the vocabulary 0..{self.vocab_size - 1}"
+                )
 
     def _check_ids(self, prompt_ids: Seq[int]) -> None:
         if not prompt_ids:
@@ -138,3 +194,11 @@ class Intake:
             f"{layout.bytes_for(seq.max_context_len)} bytes of KV cache, and the largest R-worker holds {largest}; "
             "raise --kv-memory-bytes or lower max_new_tokens",
         )
+
+
+def merge_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+    """Messages whose leading system message stands before the first one of the user; None where there are no such."""
+    if len(messages) < 2 or (messages[0]["role"], messages[1]["role"]) != ("system", "user"):
+        return None
+    first = {**messages[1], "content": f"{messages[0]['content']}\n\n{messages[1]['content']}"}
+    return [first, *messages[2:]]

@@ -291,7 +291,7 @@ def _request_figures(completion: Completion) -> dict[str, float]:
     return {
         "index": completion.request.index,
         "prompt_tokens": completion.prompt_tokens,
-        "output_tokens": len(completion.token_ids),
+        "output_tokens": completion.output_tokens,
         "t_admitted": completion.t_admitted_s,
         "t_first_token": completion.t_first_token_s,
         "t_finished": completion.t_finished_s,

@@ -10,20 +10,56 @@ from fastdecode_hpc.timing import StepTimes
 
 
 @dataclass(slots=True)
+class Choice:
+    """One output of a request."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None  # stop | length
+    logprobs: list[TokenLogprob] | None = None
+
+
+@dataclass(slots=True)
 class Completion:
     """What came of one request; `error` is its code and message where nothing usable did."""
 
     request: Request
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
+    choices: list[Choice] = field(default_factory=list)  # of all prompts, in order
     prompt_tokens: int = 0
-    logprobs: list[TokenLogprob] | None = None
     notes: list[str] = field(default_factory=list)
     error: tuple[str, str] | None = None
     t_admitted_s: float = 0.0
     t_first_token_s: float = 0.0
     t_finished_s: float = 0.0
+
+    @property
+    def output_tokens(self) -> int:
+        """Of all choices."""
+        return sum(len(choice.token_ids) for choice in self.choices)
+
+    @property
+    def text(self) -> str:
+        """Of the first choice."""
+        return self._first.text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Of the first choice."""
+        return self._first.token_ids
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Of the first choice."""
+        return self._first.finish_reason
+
+    @property
+    def logprobs(self) -> list[TokenLogprob] | None:
+        """Of the first choice."""
+        return self._first.logprobs
+
+    @property
+    def _first(self) -> Choice:
+        return self.choices[0] if self.choices else Choice()
 
 
 @dataclass(slots=True)

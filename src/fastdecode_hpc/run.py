@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from fastdecode_hpc.config import RunConfig
 from fastdecode_hpc.intake import Accepted, Intake, RequestFailure
-from fastdecode_hpc.results import Completion, Hooks, RunStats
+from fastdecode_hpc.results import Choice, Completion, Hooks, RunStats
 from fastdecode_hpc.s_part.device import Device, make_device
 from fastdecode_hpc.s_part.model import SPart
 from fastdecode_hpc.s_part.prefill import GivenKV, Prefill
@@ -70,7 +70,7 @@ class Run:
         self.setup, self.config, self.s_part = setup, config, s_part
         self.tokenizer, self.hooks, self.stop_requested = tokenizer, hooks, stop_requested
         self.stats = RunStats()
-        self._accepted: dict[int, Accepted] = {}  # by seq_id
+        self._accepted: dict[int, Accepted] = {}  # by seq_id, until all sequences of the request have ended
         self._streams: dict[int, TextStream] = {}  # by seq_id, where there are stop strings
         self._placement = Placement(
             setup.layout,
@@ -84,6 +84,8 @@ class Run:
             vocab_size=setup.model.vocab_size,
             max_context_len=setup.max_context_len,
             seed=config.seed,
+            overlong=config.overlong,
+            merge_system=config.merge_system,
         )
 
     def run(self, requests: Iterator[Request], transport: SEnd) -> RunStats:
@@ -149,35 +151,50 @@ class Run:
                 continue
             finally:
                 self.stats.t_tokenise_s += time.perf_counter() - started
-            self._accepted[accepted.seq.seq_id] = accepted
-            if request.params.stop and self.tokenizer is not None:
-                self._streams[accepted.seq.seq_id] = self.tokenizer.stream(request.params.stop)
-            yield accepted.seq
+            for seq in accepted.seqs:
+                self._accepted[seq.seq_id] = accepted
+                if request.params.stop and self.tokenizer is not None:
+                    self._streams[seq.seq_id] = self.tokenizer.stream(request.params.stop)
+            yield from accepted.seqs
 
     def _on_token(self, seq: Sequence, token: int) -> bool:
-        self.stats.output_tokens += 1
-        self.stats.decode_tokens += len(seq.output_ids) > 1
-        self.hooks.on_token()
+        if len(seq.output_ids) > len(seq.forced_ids):  # others were generated, and counted, by an earlier run
+            self.stats.output_tokens += 1
+            self.stats.decode_tokens += len(seq.output_ids) > 1
+            self.hooks.on_token()
         stream = self._streams.get(seq.seq_id)
         return stream is not None and stream.push(token)
 
     def _on_finished(self, seq: Sequence) -> None:
-        accepted, stream = self._accepted.pop(seq.seq_id), self._streams.pop(seq.seq_id, None)
         self.stats.prompt_tokens += seq.prompt_len
-        completion = Completion(
-            accepted.request,
-            text=self._text_of(seq, stream),
-            token_ids=seq.output_ids,
-            finish_reason=seq.finish_reason,
-            prompt_tokens=seq.prompt_len,
-            logprobs=seq.logprobs if seq.params.logprobs is not None else None,
+        accepted = self._accepted[seq.seq_id]
+        if all(other.is_finished for other in accepted.seqs):
+            self._complete(self._completion(accepted))
+
+    def _completion(self, accepted: Accepted) -> Completion:
+        """The answer to a request whose sequences have all ended."""
+        request, seqs = accepted.request, accepted.seqs
+        choices = [self._choice(seq) for seq in seqs]
+        for seq in seqs:
+            del self._accepted[seq.seq_id]
+        return Completion(
+            request,
+            choices,
+            prompt_tokens=sum(seq.prompt_len for seq in seqs[:: request.params.n]),
             notes=accepted.notes,
-            error=("non_finite_logits", seq.error) if seq.error is not None else None,
-            t_admitted_s=seq.t_admitted_s,
-            t_first_token_s=seq.t_first_token_s,
-            t_finished_s=seq.t_finished_s,
+            error=next((("non_finite_logits", seq.error) for seq in seqs if seq.error is not None), None),
+            t_admitted_s=min(seq.t_admitted_s for seq in seqs),
+            t_first_token_s=min(seq.t_first_token_s for seq in seqs),
+            t_finished_s=max(seq.t_finished_s for seq in seqs),
         )
-        self._complete(completion)
+
+    def _choice(self, seq: Sequence) -> Choice:
+        return Choice(
+            self._text_of(seq, self._streams.pop(seq.seq_id, None)),
+            seq.output_ids,
+            seq.finish_reason,
+            seq.logprobs if seq.params.logprobs is not None else None,
+        )
 
     def _text_of(self, seq: Sequence, stream: TextStream | None) -> str:
         if stream is not None:

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MAX_LOGPROBS = 20
+MAX_CHOICES = 128
+
+Prompt = str | list[int]  # text or token ids
 
 
 def _check_range(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
@@ -40,6 +43,12 @@ class SamplingParams:
         at least `min_p` times as likely as the most likely one.
     repetition_penalty : float
         Divides positive and multiplies negative logits of tokens seen in prompt or output.
+    presence_penalty, frequency_penalty : float
+        Taken off the logits of tokens in the output: the first once, the second as often as they are there.
+    logit_bias : tuple of (int, float)
+        Added to the logits of these tokens.
+    n : int
+        Outputs of each prompt.
     seed : int or None
         Key of the row's random numbers; None takes the run's.
     stop : tuple of str
@@ -61,6 +70,10 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    n: int = 1
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
@@ -73,6 +86,12 @@ class SamplingParams:
         _check_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _check_range("min_p", self.min_p, 0.0, 1.0)
         _check_range("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
+        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        for token, bias in self.logit_bias:
+            _check_whole("a token of logit_bias", token, 0)
+            _check_range(f"logit_bias of token {token}", bias, -100.0, 100.0)
+        _check_whole("n", self.n, 1, MAX_CHOICES)
         if self.seed is not None:
             _check_whole("seed", self.seed, 0, 2**64 - 1)
         if not all(isinstance(text, str) and text for text in self.stop):
@@ -87,15 +106,32 @@ class SamplingParams:
 
 @dataclass(slots=True)
 class Request:
-    """One input line that can be run: what to continue and how."""
+    """One input line that can be run: what to continue and how.
+
+    Its answer has ``len(prompts) * params.n`` choices (one for `messages`, times n), those of the first prompt first.
+    """
 
     index: int  # position among the non-blank lines of the input, from 0
     custom_id: str | None
-    prompt: str | list[int] | None  # text or token ids; None where `messages` is given
+    prompt: Prompt | list[Prompt] | None  # one or several; None where `messages` is given
     messages: list[dict[str, Any]] | None = None
     params: SamplingParams = field(default_factory=SamplingParams)
     line: int = 0  # line number in the file, from 1
     return_token_ids: bool = False
+    endpoint: str | None = None  # of an OpenAI batch line, which is answered in that API's form
+    model: str | None = None  # as the batch line calls it
+    content_hash: str = ""  # of the line
+    notes: tuple[str, ...] = ()  # for the record: what of the line is ignored
+    known_ids: tuple[tuple[int, ...], ...] = ()  # of each choice: tokens that an earlier run generated
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """Its prompts; empty where `messages` is given."""
+        if self.prompt is None:
+            return []
+        if isinstance(self.prompt, str) or all(isinstance(token, int) for token in self.prompt):
+            return [self.prompt]  # type: ignore[list-item]
+        return self.prompt  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +147,8 @@ class TokenLogprob:
 class Sequence:
     """One generation in progress: a choice of a request, its tokens and where its KV lives.
 
-    `forced_ids` are tokens known beforehand: a rebuild prefills the prompt and then takes its samples
-    from here until they are used up.
+    `forced_ids` are tokens known beforehand: a rebuild prefills the prompt in the usual chunks and replays them as
+    decode steps, so that every cached value is computed as it was the first time, and then goes on by itself.
     """
 
     seq_id: int
@@ -147,23 +183,11 @@ class Sequence:
         return self.prompt_len + self.max_new_tokens + 1
 
     @property
+    def forced_id(self) -> int | None:
+        """The next token, if it is known beforehand."""
+        place = len(self.output_ids)
+        return self.forced_ids[place] if place < len(self.forced_ids) else None
+
+    @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None or self.error is not None
-
-
-def rebuilt(seq: Sequence, seq_id: int) -> Sequence:
-    """The sequence that restores a lost KV cache of `seq` and goes on with it.
-
-    Its prompt is prefilled in the usual chunks and the tokens generated so far are replayed as forced decode
-    steps, so that every cached value is computed as it was the first time.
-    """
-    return Sequence(
-        seq_id=seq_id,
-        index=seq.index,
-        prompt_ids=seq.prompt_ids,
-        params=seq.params,
-        max_new_tokens=seq.max_new_tokens,
-        choice=seq.choice,
-        seed=seq.seed,
-        forced_ids=tuple(seq.output_ids),
-    )

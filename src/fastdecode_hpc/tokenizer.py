@@ -54,6 +54,11 @@ class Tokenizer:
         self._rust = getattr(backend, "backend_tokenizer", None)
         self._bos = _added_bos(backend)
 
+    @property
+    def bos_token_id(self) -> int | None:
+        """The token that is put before a text; None where there is none."""
+        return self._bos
+
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
         """Load the tokenizer of a model folder or of a ``.gguf`` file, from local files only.

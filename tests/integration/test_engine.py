@@ -8,7 +8,7 @@ import pytest
 
 from fastdecode_hpc.config import ConfigError, RunConfig
 from fastdecode_hpc.engine import Engine
-from fastdecode_hpc.sequence import Request, SamplingParams, Sequence, rebuilt
+from fastdecode_hpc.sequence import Request, SamplingParams
 from tiny_models import load_reference, make_checkpoint, random_prompt, reference_logits
 
 FP32 = {"wire_dtype": "fp32", "kv_dtype": "fp32", "threads": 1}
@@ -23,28 +23,23 @@ def make_engine(checkpoint: Path, **options) -> Engine:
     return Engine(RunConfig(model=str(checkpoint), **{"kv_memory_bytes": 4 << 20, **FP32, **options}))
 
 
-def test_a_rebuilt_sequence_goes_on_as_if_nothing_had_happened(checkpoint: Path, monkeypatch) -> None:
+def test_a_rebuilt_sequence_goes_on_as_if_nothing_had_happened(checkpoint: Path) -> None:
     engine = make_engine(checkpoint, prefill_chunk_tokens=32)
     prompts = [random_prompt(n, seed=n) for n in (3, 40, 70)]
     params = SamplingParams(max_new_tokens=40, temperature=0.8, seed=5, ignore_eos=True)
     whole = engine.generate(prompts, params)
     assert [len(completion.token_ids) for completion in whole] == [40] * 3
 
-    # Start again from the first 25 tokens: what intake makes is replaced by its rebuilt form.
-    from fastdecode_hpc.intake import Intake
+    def rebuilt(seed: int) -> list[Request]:
+        params = SamplingParams(max_new_tokens=40, temperature=0.8, seed=seed, ignore_eos=True, logprobs=0)
+        known = [(tuple(completion.token_ids[:25]),) for completion in whole]
+        return [Request(i, None, prompt, params=params, known_ids=known[i]) for i, prompt in enumerate(prompts)]
 
-    make = Intake._make_sequence
-
-    def make_rebuilt(self: Intake, request: Request, prompt_ids: list[int], max_new_tokens: int) -> Sequence:
-        seq = make(self, request, prompt_ids, max_new_tokens)
-        seq.output_ids = whole[request.index].token_ids[:25]
-        return rebuilt(seq, seq.seq_id)
-
-    monkeypatch.setattr(Intake, "_make_sequence", make_rebuilt)
-    again = engine.generate(prompts, params)
+    again = engine.generate(rebuilt(seed=5))
     assert [c.token_ids for c in again] == [c.token_ids for c in whole]
+    assert [[item.token for item in c.logprobs] for c in again] == [c.token_ids for c in again]
     # The replayed tokens are forced, not sampled: with another seed they stay and the rest changes.
-    other = engine.generate(prompts, SamplingParams(max_new_tokens=40, temperature=0.8, seed=6, ignore_eos=True))
+    other = engine.generate(rebuilt(seed=6))
     assert all(a.token_ids[:25] == b.token_ids[:25] for a, b in zip(other, whole, strict=True))
     assert any(a.token_ids[25:] != b.token_ids[25:] for a, b in zip(other, whole, strict=True))
 

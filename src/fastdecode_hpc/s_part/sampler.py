@@ -67,6 +67,10 @@ def choose(logits: Tensor, seqs: list[Sequence], put: Put) -> Choices:
         if drawn:
             rows = put(torch.tensor(drawn))
             tokens.index_copy_(0, rows, _draw(logits[rows], [seqs[row] for row in drawn], put))
+        forced = [(row, seq.forced_id) for row, seq in enumerate(seqs) if seq.forced_id is not None]
+        if forced:  # a rebuilt sequence repeats its tokens
+            places, ids = put(torch.tensor(forced)).unbind(dim=1)
+            tokens.index_copy_(0, places, ids)
         finite = torch.isfinite(logits).all(dim=-1)
         return Choices(
             torch.stack((tokens.double(), finite.double()), dim=1),

@@ -227,7 +227,7 @@ class SWorker:
         if not result.is_finite:
             seq.error = "the model's logits are not finite; the prompt or the weights drive them out of range"
             return
-        token = _forced_or(seq, result.token)
+        token = result.token
         seq.output_ids.append(token)
         if result.logprob is not None:
             seq.logprobs.append(result.logprob)
@@ -313,9 +313,3 @@ class SWorker:
 
 def _ints(values: list[int]) -> np.ndarray:
     return np.array(values, np.int64)
-
-
-def _forced_or(seq: Sequence, sampled: int) -> int:
-    """The token known beforehand at this place, if the sequence is being rebuilt."""
-    place = len(seq.output_ids)
-    return seq.forced_ids[place] if place < len(seq.forced_ids) else sampled
