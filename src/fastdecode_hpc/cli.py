@@ -1,4 +1,4 @@
-"""The command line: ``fastdecode generate | report | bench``.
+"""The command line: ``fastdecode generate | validate | report | bench``.
 
 Parsing, ``--help`` and ``--version`` import neither MPI nor torch.
 """
@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from fastdecode_hpc import __version__
 from fastdecode_hpc.bench import command as bench_command
 from fastdecode_hpc.config import ConfigError, RunConfig
-from fastdecode_hpc.host import parse_bytes
+from fastdecode_hpc.host import parse_bytes, process_age
 from fastdecode_hpc.launch import announce, detect, launch
 from fastdecode_hpc.sequence import SamplingParams
+from fastdecode_hpc.signals import StopRequest, find_deadline, parse_duration
 
 if TYPE_CHECKING:
-    from fastdecode_hpc.job import JobFiles
+    from fastdecode_hpc.job_files import JobFiles
     from fastdecode_hpc.transport.mpi import World
 
 SAMPLING_HELP = {
@@ -51,6 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"fastdecode {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_generate(commands)
+    _add_validate(commands)
     _add_report(commands)
     bench_command.add_arguments(commands)
     return parser
@@ -64,18 +66,48 @@ def _add_generate(commands: Any) -> None:
     files.add_argument("--input", required=True, help="JSONL file of prompts, or - for standard input")
     files.add_argument("--output", required=True, type=Path, help="JSONL file of records, appended as requests finish")
     files.add_argument("--report", type=Path, help="HDF5 file of figures")
-    files.add_argument("--overwrite", action="store_true", help="replace an existing output")
-    files.add_argument("--resume", action="store_true", help="go on with an existing output: requests it lacks run")
-    files.add_argument("--max-errors", type=int, metavar="N", help="end with code 4 after more than N failed requests")
+    files.add_argument(
+        "--overwrite", action="store_true", help="replace an existing output instead of going on with it"
+    )
+    files.add_argument(
+        "--auto-id", action="store_true", help="give lines without a custom_id one, and make repeated ones unique"
+    )
+    ends = parser.add_argument_group("when to end early")
+    ends.add_argument("--max-errors", type=int, metavar="N", help="end with code 4 after more than N failed requests")
+    ends.add_argument(
+        "--on-error", choices=("continue", "stop"), default="continue",
+        help="stop: end with code 4 after the first failed request, as --max-errors 0 (default: continue)",
+    )  # fmt: skip
+    ends.add_argument(
+        "--time-budget", type=_duration, metavar="TIME",
+        help="stop with code 75 after this time, e.g. 30m, 2h or D-HH:MM:SS; the same command goes on later "
+        "(default: shortly before Slurm ends the job)",
+    )  # fmt: skip
     _add_run_options(parser.add_argument_group("run"))
     _add_sampling_options(parser.add_argument_group("sampling, for lines that bring no settings of their own"))
     parser.set_defaults(func=run_generate)
 
 
-def _add_run_options(group: Any) -> None:
-    """One flag a field of `RunConfig`, with its help, choices and default."""
+def _add_validate(commands: Any) -> None:
+    parser = commands.add_parser(
+        "validate", help="check a file of prompts",
+        description="Check every line of a JSONL file of prompts as generate would, without running anything; code 3 "
+        "if some lines would fail. With --model lengths and chat templates are checked too.",
+    )  # fmt: skip
+    parser.add_argument("input", help="JSONL file of prompts, or - for standard input")
+    parser.add_argument("--model", metavar="MODEL", help="as of generate; its weights are not read")
+    parser.add_argument("--auto-id", action="store_true", help="as of generate")
+    _add_run_options(parser, ("max_context_len", "overlong", "merge_system"))
+    _add_sampling_options(parser.add_argument_group("sampling, for lines that bring no settings of their own"))
+    parser.set_defaults(func=run_validate)
+
+
+def _add_run_options(group: Any, names: Sequence[str] | None = None) -> None:
+    """One flag a field of `RunConfig` (all, or these), with its help, choices and default."""
     hints = typing.get_type_hints(RunConfig)
     for spec in dataclasses.fields(RunConfig):
+        if names is not None and spec.name not in names:
+            continue
         flag, text = f"--{spec.name.replace('_', '-')}", spec.metadata["help"]
         kind = _plain_type(hints[spec.name])
         options: dict[str, Any] = {"default": spec.default, "help": _with_default(text, spec.default)}
@@ -104,6 +136,13 @@ def _add_sampling_options(group: Any) -> None:
 def _size(text: str) -> int:
     try:
         return parse_bytes(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _duration(text: str) -> float:
+    try:
+        return parse_duration(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
@@ -152,6 +191,16 @@ def run_report_show(args: argparse.Namespace, argv: Sequence[str]) -> int:
     return 0
 
 
+def run_validate(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    """``fastdecode validate FILE``."""
+    from fastdecode_hpc.validate import make_intake, validate
+
+    names = ("max_context_len", "overlong", "merge_system")
+    run = RunConfig(**{name: getattr(args, name) for name in names})
+    intake = make_intake(args.model, run) if args.model is not None else None
+    return validate(args.input, _sampling(args), auto_id=args.auto_id, intake=intake)
+
+
 def run_generate(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """``fastdecode generate``: start the ranks, or be one of them."""
     run, defaults = _from_args(RunConfig, args), _sampling(args)
@@ -160,10 +209,10 @@ def run_generate(args: argparse.Namespace, argv: Sequence[str]) -> int:
     announce()
     from fastdecode_hpc.engine import run_as_rank
 
-    return run_as_rank(run, lambda world: _run_rank(run, _job_files(args, defaults), world))
+    return run_as_rank(run, lambda world: _run_rank(run, _job_files(args, defaults), args.time_budget, world))
 
 
-def _run_rank(run: RunConfig, files: JobFiles, world: World | None) -> int:
+def _run_rank(run: RunConfig, files: JobFiles, time_budget_s: float | None, world: World | None) -> int:
     """What this rank does in a job; the exit code is rank 0's (0 on the others).
 
     Raises
@@ -173,11 +222,10 @@ def _run_rank(run: RunConfig, files: JobFiles, world: World | None) -> int:
     """
     from fastdecode_hpc.engine import Engine
     from fastdecode_hpc.job import Job
-    from fastdecode_hpc.signals import StopRequest
 
-    stop = StopRequest()
+    stop = StopRequest(find_deadline(time_budget_s, process_age()))
     stop.install()
-    job = Job(files, stop)
+    job = Job(files, run, stop)
     engine = Engine(run, world=world, preflight=job.check, stop_requested=stop)
     try:
         if engine.is_s_rank:
@@ -194,17 +242,24 @@ def _run_rank(run: RunConfig, files: JobFiles, world: World | None) -> int:
 
 
 def _job_files(args: argparse.Namespace, defaults: SamplingParams) -> JobFiles:
-    from fastdecode_hpc.job import JobFiles
+    from fastdecode_hpc.job_files import JobFiles
 
     return JobFiles(
         input=args.input,
         output=args.output,
         overwrite=args.overwrite,
-        resume=args.resume,
         report=args.report,
-        max_errors=args.max_errors,
+        max_errors=_max_errors(args),
+        auto_id=args.auto_id,
         defaults=defaults,
     )
+
+
+def _max_errors(args: argparse.Namespace) -> int | None:
+    limit: int | None = args.max_errors
+    if args.on_error == "stop" and limit:
+        raise ConfigError(f"--on-error is stop and --max-errors {limit}; give one of them")
+    return 0 if args.on_error == "stop" else limit
 
 
 def _sampling(args: argparse.Namespace) -> SamplingParams:

@@ -19,6 +19,7 @@ from fastdecode_hpc import host, startup
 from fastdecode_hpc.config import ConfigError, RunConfig
 from fastdecode_hpc.launch import detect
 from fastdecode_hpc.log import set_up_logging
+from fastdecode_hpc.model_files import resolve_model
 from fastdecode_hpc.results import Completion, Hooks, RunStats
 from fastdecode_hpc.sequence import Request, SamplingParams
 from fastdecode_hpc.setup import Hello, RankSetup, Setup, decide_setup, weights_on_host
@@ -70,8 +71,8 @@ def run_as_rank(run: RunConfig, work: Callable[[World | None], int]) -> int:
     except ConfigError as error:
         print(f"fastdecode: {error}", file=sys.stderr)
         code = 2
-    except Dismissed:
-        code = 0
+    except Dismissed as end:
+        code = end.code
     if world is not None:
         world.finalize()
     return code
@@ -86,7 +87,8 @@ class Engine:
     world : World, optional
         All ranks; by default found by `connect`.
     preflight : callable, optional
-        Checked on rank 0 before anything is loaded; its `ConfigError` ends all ranks in order.
+        Called with the model's path on rank 0 before anything is loaded; its `ConfigError` or `Dismissed` ends all
+        ranks in order.
     stop_requested : callable, optional
         Whether this process has been asked to end early.
     given_kv : bool
@@ -105,7 +107,7 @@ class Engine:
         run: RunConfig | None = None,
         *,
         world: World | None = None,
-        preflight: Callable[[], None] = lambda: None,
+        preflight: Callable[[Path], None] = lambda model: None,
         stop_requested: Callable[[], bool] = lambda: False,
         given_kv: bool = False,
         on_load: Callable[[int, int], None] | None = None,
@@ -137,14 +139,14 @@ class Engine:
     # ---- building ----------------------------------------------------------------------------------
 
     def _decide(self, hellos: list[Hello]) -> Setup:
-        self._preflight()
-        host.undo_openmp_binding()  # for torch's OpenMP runtime, which may be another than the kernels'
-        from fastdecode_hpc.s_part.build import choose_device
-        from fastdecode_hpc.s_part.weights import read_model_config, resolve_model
-
-        host.undo_openmp_binding()  # for the threads that torch and CUDA start later
         run = self.run_config
         self.model_path = resolve_model(run.model)
+        self._preflight(self.model_path)
+        host.undo_openmp_binding()  # for torch's OpenMP runtime, which may be another than the kernels'
+        from fastdecode_hpc.s_part.build import choose_device
+        from fastdecode_hpc.s_part.weights import read_model_config
+
+        host.undo_openmp_binding()  # for the threads that torch and CUDA start later
         model = read_model_config(self.model_path)
         on_host = weights_on_host(run, model, choose_device(run.device).type)
         return decide_setup(run, model, hellos, weights_bytes=on_host)
@@ -171,7 +173,7 @@ class Engine:
 
         assert self.model_path is not None
         started = time.perf_counter()
-        self.tokenizer = _load_tokenizer(self.model_path)
+        self.tokenizer = load_tokenizer(self.model_path)
         self._s_part = build_s_part(
             self.run_config,
             self.setup.model,
@@ -356,7 +358,7 @@ def _available_isas() -> tuple[str, ...]:
     return (active_isa(),) if os.environ.get(ISA_VARIABLE) else available_isas()
 
 
-def _load_tokenizer(path: Path) -> Tokenizer | None:
+def load_tokenizer(path: Path) -> Tokenizer | None:
     """The model's tokenizer; None for a folder without one, which then takes token ids only."""
     names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
     if path.is_dir() and not any((path / name).exists() for name in names):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -45,7 +47,8 @@ class Intake:
     ----------
     tokenizer : TokenizerLike or None
         None allows prompts of token ids only.
-    placement : Placement
+    placement : Placement or None
+        Whose capacity bounds a sequence; None where no KV is held.
     vocab_size : int
         Of the model: a token id at or above it is refused.
     max_context_len : int
@@ -61,7 +64,7 @@ class Intake:
     def __init__(
         self,
         tokenizer: TokenizerLike | None,
-        placement: Placement,
+        placement: Placement | None,
         *,
         vocab_size: int,
         max_context_len: int,
@@ -97,6 +100,8 @@ class Intake:
                 seqs.append(self._make_sequence(request, prompt_ids, min(asked, room), len(seqs)))
             self._check_capacity(seqs[-1])
         self._check_bias(request)
+        for known in filter(None, request.known_ids):
+            self._check_ids(known)
         return Accepted(request, seqs, list(notes))
 
     def _make_sequence(self, request: Request, prompt_ids: list[int], max_new_tokens: int, choice: int) -> Sequence:
@@ -109,7 +114,8 @@ class Intake:
             max_new_tokens=max_new_tokens,
             choice=choice,
             seed=self.seed if request.params.seed is None else request.params.seed,
-            forced_ids=request.known_ids[choice] if request.known_ids else (),
+            noise_key=_noise_key(request, prompt_ids),
+            forced_ids=request.known_ids[choice] if choice < len(request.known_ids) else (),
         )
 
     def _tokenise(self, request: Request, notes: dict[str, None]) -> Iterator[list[int]]:
@@ -181,7 +187,7 @@ class Intake:
             raise RequestFailure("invalid_token", f"token id {bad} is outside the vocabulary 0..{self.vocab_size - 1}")
 
     def _check_capacity(self, seq: Sequence) -> None:
-        if self.placement.fits_ever(seq.max_context_len):
+        if self.placement is None or self.placement.fits_ever(seq.max_context_len):
             return
         layout = self.placement.layout
         largest = max(
@@ -194,6 +200,22 @@ class Intake:
             f"{layout.bytes_for(seq.max_context_len)} bytes of KV cache, and the largest R-worker holds {largest}; "
             "raise --kv-memory-bytes or lower max_new_tokens",
         )
+
+
+def _noise_key(request: Request, prompt_ids: list[int]) -> int:
+    """Whose random numbers a sequence draws, beside its seed.
+
+    A seed of the request's own promises the same tokens for the same prompt wherever it stands; two prompts that share
+    a seed still draw different numbers. With the run's seed, equal prompts must differ: the id tells them apart and,
+    without one, the place in the input.
+    """
+    if request.params.seed is not None:
+        data = array("q", prompt_ids).tobytes()
+    elif request.custom_id is not None:
+        data = request.custom_id.encode("utf-8", "surrogatepass")
+    else:
+        return request.index
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
 def merge_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:

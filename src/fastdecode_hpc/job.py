@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import logging
-import os
-import select
-import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fastdecode_hpc.batch.records import Recorded, RecordWriter, load_recorded
+from fastdecode_hpc.batch.fingerprint import check_fingerprint, save_fingerprint, take_fingerprint
+from fastdecode_hpc.batch.openai_records import Responses
+from fastdecode_hpc.batch.parked import Parked, load_parked, save_parked
+from fastdecode_hpc.batch.records import RecordWriter
 from fastdecode_hpc.batch.requests import RequestError, count_requests, read_requests
-from fastdecode_hpc.config import ConfigError
+from fastdecode_hpc.batch.resume import Recorded, check_same_input, load_recorded
+from fastdecode_hpc.config import ConfigError, RunConfig
 from fastdecode_hpc.engine import Engine
-from fastdecode_hpc.files import check_writable, write_json
+from fastdecode_hpc.files import write_json
+from fastdecode_hpc.job_files import STDIN, JobFiles, spool_standard_input
 from fastdecode_hpc.progress import ProgressLine
 from fastdecode_hpc.provenance import run_attributes
 from fastdecode_hpc.results import Completion, Hooks, RunStats
-from fastdecode_hpc.sequence import Request, SamplingParams
+from fastdecode_hpc.sequence import Request
+from fastdecode_hpc.signals import StopRequest
+from fastdecode_hpc.startup import Dismissed
 from fastdecode_hpc.timing import StepTimes
 
 logger = logging.getLogger(__name__)
 
-STDIN = "-"
-HDF5_SIGNATURE = b"\x89HDF\r\n\x1a\n"
-SPOOL_BYTES = 1 << 20
-SPOOL_POLL_S = 0.2
 EXIT_OK, EXIT_INTERNAL, EXIT_USAGE, EXIT_SOME_FAILED, EXIT_TOO_MANY_ERRORS, EXIT_STOPPED = 0, 1, 2, 3, 4, 75
 STATE_OF_EXIT = {
     EXIT_OK: "finished",
@@ -41,129 +40,67 @@ STATE_OF_EXIT = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class JobFiles:
-    """What a job reads and writes."""
-
-    input: str
-    output: Path
-    overwrite: bool = False
-    resume: bool = False
-    report: Path | None = None
-    max_errors: int | None = None
-    defaults: SamplingParams = field(default_factory=SamplingParams)
-
-    @property
-    def status(self) -> Path:
-        """The state of the job in words, beside the output."""
-        return self.output.with_name(f"{self.output.name}.status.json")
-
-    def check(self) -> None:
-        """Find what would fail later, before anything is loaded.
-
-        Raises
-        ------
-        ConfigError
-            With the way out.
-        """
-        if self.overwrite and self.resume:
-            raise ConfigError("--overwrite and --resume contradict each other; give one")
-        if self.max_errors is not None and self.max_errors < 0:
-            raise ConfigError(f"--max-errors is {self.max_errors}; it must be at least 0")
-        if str(self.output) == STDIN:
-            raise ConfigError("the output cannot be standard output: records are read back to resume; name a file")
-        if self.input != STDIN and not Path(self.input).is_file():
-            raise ConfigError(f"the input {self.input} is no file; give a JSONL file, or - for standard input")
-        for path in filter(None, (self.output, self.report)):
-            check_writable(path)
-        if self.report is not None and self.report.exists() and not _is_hdf5(self.report):
-            raise ConfigError(f"the report {self.report} exists and is no HDF5 file; name another")
-        names = [os.path.realpath(path) for path in (self.input, self.output, self.report, self.status) if path]
-        if len(set(names)) < len(names):
-            raise ConfigError("input, output, report and the output's status file must be different files")
-        if self.output.exists() and self.output.stat().st_size and not (self.overwrite or self.resume):
-            raise ConfigError(
-                f"the output {self.output} exists; go on with it (--resume), replace it (--overwrite) or name another"
-            )
-
-
-def _is_hdf5(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(len(HDF5_SIGNATURE)) == HDF5_SIGNATURE
-
-
 class Job:
     """Rank 0's view of a batch job.
 
     Parameters
     ----------
     files : JobFiles
-    stop_requested : callable
-        Whether the job should end early.
+    run : RunConfig
+    stop : callable
+        Whether the job should end early; its ``reason`` says why.
     """
 
-    def __init__(self, files: JobFiles, stop_requested: Callable[[], bool] = lambda: False) -> None:
-        self.files = files
-        self.stop_requested = stop_requested
+    def __init__(self, files: JobFiles, run: RunConfig, stop: StopRequest) -> None:
+        self.files, self.run_config, self.stop = files, run, stop
         self._input = files.input
         self._total = 0
-        self._recorded: dict[int, Recorded] = {}
-        self._old_errors = 0
+        self._recorded = Recorded()
+        self._parked: dict[int, Parked] = {}
         self._cut_short = False  # standard input did not come to its end
         self._too_many = False
 
-    def check(self) -> None:
+    def check(self, model: Path) -> None:
         """Find what would fail later, before anything is loaded; for `Engine`'s preflight.
 
         Raises
         ------
         ConfigError
             With the way out.
+        Dismissed
+            Where every request has its record already.
         """
-        self.files.check()
-        if self.files.resume:
-            self._recorded = load_recorded(self.files.output)
-            self._old_errors = sum(record.failed for record in self._recorded.values())
-        if self.files.input == STDIN:
-            self._spool()
+        files = self.files
+        files.check()
+        fingerprint = take_fingerprint(self.run_config, files.defaults, model, auto_id=files.auto_id)
+        if files.has_output:
+            check_fingerprint(files.fingerprint, fingerprint, files.output)
+            self._recorded, self._parked = load_recorded(files.output), load_parked(files.parked)
+        if files.input == STDIN:
+            self._spooled, is_whole = spool_standard_input(files.output.parent, self.stop)
+            self._input, self._cut_short = self._spooled.name, not is_whole
         self._total = count_requests(self._input) or 0
-        self._check_same_input()
+        check_same_input(self._recorded, self._read(), files.output)
+        self._leave_if_done()
+        self._fingerprint = fingerprint
 
-    def _spool(self) -> None:
-        """Copy standard input to a file beside the output, to be read more than once.
-
-        A slow producer would otherwise keep rank 0 from its main loop, and the other ranks would take it for dead.
-        """
-        folder = self.files.output.parent
-        self._spooled = tempfile.NamedTemporaryFile(prefix=".fastdecode-", suffix=".jsonl", dir=folder)  # noqa: SIM115
-        while not self.stop_requested():
-            if not select.select([sys.stdin.buffer], [], [], SPOOL_POLL_S)[0]:
-                continue
-            data = os.read(sys.stdin.fileno(), SPOOL_BYTES)
-            if not data:
-                break
-            self._spooled.write(data)
-        else:
-            self._cut_short = True
-        self._spooled.flush()
-        self._input = self._spooled.name
-
-    def _check_same_input(self) -> None:
-        """Refuse to go on with an output that belongs to another input."""
-        if not self._recorded:
+    def _leave_if_done(self) -> None:
+        if not self.files.has_output or self._cut_short or len(self._recorded) < self._total:
             return
-        left = dict(self._recorded)
-        for item in read_requests(self._input, self.files.defaults):
-            if item.index in left and left.pop(item.index).custom_id != item.custom_id:
-                raise ConfigError(
-                    f"the output {self.files.output} belongs to another input: its record {item.index} has custom_id "
-                    f"{self._recorded[item.index].custom_id!r}, line {item.line} of the input has {item.custom_id!r}"
-                )
-        if left:
-            raise ConfigError(
-                f"the output {self.files.output} belongs to another input: it has a record {max(left)}, which the "
-                "input does not reach"
-            )
+        code = EXIT_SOME_FAILED if self._recorded.num_failed else EXIT_OK
+        logger.info("all %d requests have their record in %s; nothing to run", self._total, self.files.output)
+        if _last_code(self.files.status) != code:  # the run that wrote the last record was killed right then
+            self._write_status(code, total_requests=self._total)
+        raise Dismissed(code)
+
+    def _start_anew(self) -> None:
+        """Remove what an earlier job left beside the output, which is emptied when it is opened."""
+        for path in (self.files.parked, self.files.status):
+            path.unlink(missing_ok=True)
+        save_fingerprint(self.files.fingerprint, self._fingerprint)
+
+    def _read(self) -> Iterator[Request | RequestError]:
+        return read_requests(self._input, self.files.defaults, auto_id=self.files.auto_id)
 
     def run(self, engine: Engine) -> int:
         """Answer every request once.
@@ -175,8 +112,14 @@ class Job:
         """
         self.engine, files = engine, self.files
         self._progress = ProgressLine(self._total, len(self._recorded))
+        tokenizer, model = engine.tokenizer, self.run_config.model
+        responses = Responses(Path(model).name, tokenizer.token_bytes if tokenizer is not None else None)
+        go_on_at = self._recorded.num_bytes if files.has_output else None
         try:
-            with RecordWriter(files.output, overwrite=files.overwrite, resume=files.resume) as self._writer:
+            with RecordWriter(files.output, responses, go_on_at=go_on_at) as self._writer:
+                if go_on_at is None:
+                    self._start_anew()
+                write_json(files.status, {"state": "running", "exit_code": None})
                 stats = self._run_reported() if files.report else self._run_requests(lambda times: None)
         except BaseException as error:
             self._tell_failure(error)
@@ -184,13 +127,18 @@ class Job:
         finally:
             self._progress.close()
         code = self._exit_code(stats)
+        save_parked(files.parked, self._parked)
         self._tell(stats, code)
         return code
 
     def _tell_failure(self, error: BaseException) -> None:
-        code = EXIT_USAGE if isinstance(error, ConfigError) else EXIT_INTERNAL
         with suppress(OSError):  # what went wrong first is what the user has to see
-            write_json(self.files.status, {"state": STATE_OF_EXIT[code], "exit_code": code, "reason": str(error)})
+            self._write_status(EXIT_USAGE if isinstance(error, ConfigError) else EXIT_INTERNAL, reason=str(error))
+
+    def _write_status(self, code: int, **more: Any) -> dict[str, Any]:
+        status = {"state": STATE_OF_EXIT[code], "exit_code": code, "reason": None, **more}
+        write_json(self.files.status, status)
+        return status
 
     def _run_reported(self) -> RunStats:
         from fastdecode_hpc.report import ReportWriter
@@ -211,6 +159,7 @@ class Job:
             on_token=self._progress.token,
             on_step=step,
             stop_requested=lambda: self._too_many,
+            on_parked=self._park,
         )
         stats = self.engine.run(self._requests(), hooks)
         assert stats is not None
@@ -220,38 +169,42 @@ class Job:
 
     def _requests(self) -> Iterator[Request]:
         """Requests of the input that have no record yet; lines that hold none get their error record here."""
-        for item in read_requests(self._input, self.files.defaults):
+        for item in self._read():
             if item.index in self._recorded:
                 continue
             if isinstance(item, RequestError):
-                self._fail(item.index, item.custom_id, item.code, item.message)
+                self._fail(item, item.code, item.message)
             else:
-                yield item
+                yield self._with_known_tokens(item)
             if self._too_many:
                 return
+
+    def _with_known_tokens(self, request: Request) -> Request:
+        """The request with what an earlier run generated for it."""
+        parked = self._parked.get(request.index)
+        if parked is not None and parked.content_hash == request.content_hash:
+            request.known_ids = parked.choices
+        return request
+
+    def _park(self, request: Request, choices: Sequence[Sequence[int]]) -> None:
+        self._parked[request.index] = Parked(request.content_hash, tuple(map(tuple, choices)))
 
     def _complete(self, completion: Completion) -> None:
         request = completion.request
         if completion.error is not None:
-            self._fail(request.index, request.custom_id, *completion.error)
+            self._fail(request, *completion.error)
             return
-        assert completion.finish_reason is not None
         self._writer.write_completion(
-            request,
-            text=completion.text,
-            token_ids=completion.token_ids,
-            finish_reason=completion.finish_reason,
-            prompt_tokens=completion.prompt_tokens,
-            output_tokens=len(completion.token_ids),
-            logprobs=completion.logprobs,
-            notes=completion.notes,
+            request, completion.choices, prompt_tokens=completion.prompt_tokens, notes=completion.notes
         )
+        self._parked.pop(request.index, None)
         self._progress.request(failed=False)
         if self.files.report:
             self._report.add_request(_request_figures(completion))
 
-    def _fail(self, index: int, custom_id: str | None, code: str, message: str) -> None:
-        self._writer.write_error(index, custom_id, code, message)
+    def _fail(self, item: Request | RequestError, code: str, message: str) -> None:
+        self._writer.write_error(item, code, message)
+        self._parked.pop(item.index, None)
         self._progress.request(failed=True)
         limit = self.files.max_errors
         self._too_many = limit is not None and self._num_errors > limit
@@ -259,7 +212,7 @@ class Job:
     @property
     def _num_errors(self) -> int:
         """Error records in the output, those of the runs before included."""
-        return self._old_errors + self._writer.num_errors
+        return self._recorded.num_failed + self._writer.num_errors
 
     def _exit_code(self, stats: RunStats) -> int:
         num_left = self._total - len(self._recorded) - self._writer.num_written
@@ -272,19 +225,59 @@ class Job:
         return EXIT_SOME_FAILED if self._num_errors else EXIT_OK
 
     def _tell(self, stats: RunStats, code: int) -> None:
+        """Say how the job ended: in the status file for programs, in a few lines for people."""
         figures = {name: value for name, (value, _) in stats.summary(self.engine.t_load_s).items()}
-        status = {"state": STATE_OF_EXIT[code], "exit_code": code, "resumed_records": len(self._recorded), **figures}
-        write_json(self.files.status, status)
-        logger.info(
-            "%s: %d records, %d errors; %d tokens in %.1f s: decode %.1f tok/s, prefill %.1f tok/s",
-            STATE_OF_EXIT[code],
-            self._writer.num_written,
-            self._writer.num_errors,
-            stats.output_tokens,
-            stats.t_run_s,
-            figures["decode_tokens_per_s"],
-            figures["prefill_tokens_per_s"],
+        num_left = self._total - len(self._recorded) - self._writer.num_written
+        status = self._write_status(
+            code,
+            reason=self._reason(code),
+            total_requests=self._total,
+            resumed_records=len(self._recorded),
+            resumed_errors=self._recorded.num_failed,
+            remaining_requests=num_left,
+            parked_requests=len(self._parked),
+            errors_by_code=dict(self._writer.errors.most_common()),
+            **figures,
         )
+        logger.info("%s", format_status(status, self.files))
+
+    def _reason(self, code: int) -> str | None:
+        if code == EXIT_TOO_MANY_ERRORS:
+            return f"{self._num_errors} requests failed, more than --max-errors {self.files.max_errors}"
+        return self.stop.reason or "another rank was asked to stop" if code == EXIT_STOPPED else None
+
+
+def format_status(status: dict[str, Any], files: JobFiles) -> str:
+    """A summary for people."""
+    reason = f" ({status['reason']})" if status["reason"] else ""
+    answered = status["num_requests"] + status["resumed_records"]
+    errors = status["num_errors"] + status["resumed_errors"]
+    lines = [
+        f"{status['state']}{reason}",
+        f"  requests  {answered} of {status['total_requests']} answered, {errors} of them with an error"
+        + (f"; {status['resumed_records']} by earlier runs" if status["resumed_records"] else ""),
+        f"  tokens    {status['output_tokens']} generated, {status['prompt_tokens']} of prompts computed",
+        f"  time      {status['load_time']:.1f} s to load, {status['run_time']:.1f} s to run: "
+        f"{status['end_to_end_tokens_per_s']:.1f} tok/s; decode {status['decode_tokens_per_s']:.1f}, "
+        f"prefill {status['prefill_tokens_per_s']:.1f} tok/s",
+        f"  output    {files.output}" + (f", report {files.report}" if files.report else ""),
+    ]
+    if status["errors_by_code"]:
+        lines.insert(2, "  errors    " + ", ".join(f"{code} {n}" for code, n in status["errors_by_code"].items()))
+    if status["remaining_requests"]:
+        lines.append(
+            f"  left      {status['remaining_requests']} requests, {status['parked_requests']} of them begun; the same "
+            "command goes on"
+        )
+    return "\n".join(lines)
+
+
+def _last_code(status: Path) -> int | None:
+    """The exit code in a status file."""
+    try:
+        return json.loads(status.read_text())["exit_code"]  # type: ignore[no-any-return]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def _request_figures(completion: Completion) -> dict[str, float]:

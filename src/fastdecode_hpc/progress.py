@@ -74,7 +74,7 @@ class ProgressLine(_Line):
 class CountLine(_Line):
     """How far work is that is counted in one unit."""
 
-    def __init__(self, total: int, unit: str) -> None:
+    def __init__(self, total: int | None, unit: str) -> None:
         super().__init__(total, f" {unit}")
         self._unit = unit
 
@@ -82,4 +82,5 @@ class CountLine(_Line):
         """Count what has been done, and say how things stand if it is time."""
         self._advance(count)
         if not self._is_terminal and self._is_time(PLAIN_LINE_EVERY_S):
-            print(f"{self._done}/{self._total} {self._unit}, ETA {self._eta()}", file=sys.stderr, flush=True)
+            total = "?" if self._total is None else self._total
+            print(f"{self._done}/{total} {self._unit}, ETA {self._eta()}", file=sys.stderr, flush=True)

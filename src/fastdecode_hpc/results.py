@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from fastdecode_hpc.sequence import Request, TokenLogprob
+from fastdecode_hpc.sequence import Choice, Request, TokenLogprob
 from fastdecode_hpc.timing import StepTimes
-
-
-@dataclass(slots=True)
-class Choice:
-    """One output of a request."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None  # stop | length
-    logprobs: list[TokenLogprob] | None = None
 
 
 @dataclass(slots=True)
@@ -108,3 +98,5 @@ class Hooks:
     on_token: Callable[[], None] = lambda: None
     on_step: Callable[[StepTimes], None] = lambda times: None
     stop_requested: Callable[[], bool] = lambda: False
+    # Of a run that was stopped: a request that is not answered yet, and the tokens of each of its choices.
+    on_parked: Callable[[Request, list[Sequence[int]]], None] = lambda request, choices: None

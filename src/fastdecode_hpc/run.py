@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from fastdecode_hpc.config import RunConfig
 from fastdecode_hpc.intake import Accepted, Intake, RequestFailure
-from fastdecode_hpc.results import Choice, Completion, Hooks, RunStats
+from fastdecode_hpc.results import Completion, Hooks, RunStats
 from fastdecode_hpc.s_part.device import Device, make_device
 from fastdecode_hpc.s_part.model import SPart
 from fastdecode_hpc.s_part.prefill import GivenKV, Prefill
@@ -18,7 +18,7 @@ from fastdecode_hpc.schedule.kv_layout import KVLayout
 from fastdecode_hpc.schedule.load_stabilizing import Greedy, LoadStabilizing, Starts
 from fastdecode_hpc.schedule.placement import Placement
 from fastdecode_hpc.schedule.speeds import WorkerSpeeds, fixed_weights
-from fastdecode_hpc.sequence import Request, Sequence
+from fastdecode_hpc.sequence import Choice, Request, Sequence
 from fastdecode_hpc.setup import Setup
 from fastdecode_hpc.timing import StepTimes
 from fastdecode_hpc.tokenizer import TextStream, Tokenizer
@@ -95,6 +95,7 @@ class Run:
         cast = WireCast(self.config.wire_dtype, self.s_part.device, look_first=device.is_host)
         worker = self._make_worker(requests, device, transport, cast)
         worker.run()
+        self._park()
         self.stats.t_run_s = time.perf_counter() - started
         self.stats.num_saturated = cast.num_saturated
         self.stats.stopped = worker.stopping
@@ -187,6 +188,14 @@ class Run:
             t_first_token_s=min(seq.t_first_token_s for seq in seqs),
             t_finished_s=max(seq.t_finished_s for seq in seqs),
         )
+
+    def _park(self) -> None:
+        """Hand on what a stopped run has generated of requests that are not answered."""
+        for accepted in {id(entry): entry for entry in self._accepted.values()}.values():
+            # A sequence that has not caught up with an earlier run's tokens yet keeps those.
+            choices = [max(seq.output_ids, seq.forced_ids, key=len) for seq in accepted.seqs]
+            if any(choices):
+                self.hooks.on_parked(accepted.request, choices)
 
     def _choice(self, seq: Sequence) -> Choice:
         return Choice(

@@ -144,6 +144,16 @@ class TokenLogprob:
 
 
 @dataclass(slots=True)
+class Choice:
+    """One output of a request."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None  # stop | length
+    logprobs: list[TokenLogprob] | None = None
+
+
+@dataclass(slots=True)
 class Sequence:
     """One generation in progress: a choice of a request, its tokens and where its KV lives.
 
@@ -158,6 +168,7 @@ class Sequence:
     max_new_tokens: int  # clamped to the room that is left
     choice: int = 0
     seed: int = 0
+    noise_key: int = 0  # with the seed: whose random numbers it draws, 64 bit
     forced_ids: tuple[int, ...] = ()
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)

@@ -109,16 +109,29 @@ def decide_setup(run: RunConfig, model: ModelConfig, hellos: list[Hello], *, wei
     _check_buffers(run, model, hellos[0])
     fixed_weights(run.r_worker_weights, tuple(range(1, len(hellos))) or (0,))
     layout = make_layout(model, block_size=run.block_size, kv_dtype=run.kv_dtype)
-    if run.max_context_len is not None and run.max_context_len < 2:
-        raise ConfigError(f"max_context_len is {run.max_context_len}; a prompt and an output need at least 2")
-    max_context_len = min(run.max_context_len or model.max_context_len, model.max_context_len)
-    if run.max_context_len is not None and run.max_context_len > model.max_context_len:
-        raise ConfigError(
-            f"max_context_len is {run.max_context_len}; this model was made for at most {model.max_context_len}"
-        )
+    max_context_len = choose_max_context_len(run, model)
     common = best_common_isa(run, hellos)
     ranks = tuple(_decide_rank(run, hello, hellos, layout, max_context_len, common, weights_bytes) for hello in hellos)
     return Setup(model, layout, max_context_len, ranks)
+
+
+def choose_max_context_len(run: RunConfig, model: ModelConfig) -> int:
+    """Longest prompt plus output of a run.
+
+    Raises
+    ------
+    ConfigError
+        If the one asked for leaves no room, or is more than the model was made for.
+    """
+    if run.max_context_len is None:
+        return model.max_context_len
+    if run.max_context_len < 2:
+        raise ConfigError(f"max_context_len is {run.max_context_len}; a prompt and an output need at least 2")
+    if run.max_context_len > model.max_context_len:
+        raise ConfigError(
+            f"max_context_len is {run.max_context_len}; this model was made for at most {model.max_context_len}"
+        )
+    return run.max_context_len
 
 
 def _check_buffers(run: RunConfig, model: ModelConfig, hello: Hello) -> None:

@@ -6,27 +6,82 @@ And the processes that signals are sent to.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
+from fastdecode_hpc.config import ConfigError
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT)  # the second one of these ends the process at once
+END_MARGIN_S = 90  # before Slurm ends a job
 SAME_REQUEST_S = 1.0  # copies of one signal that come within this time count once
 
 
+class Deadline(NamedTuple):
+    """When a job must stop, and why."""
+
+    at_s: float  # Unix time
+    name: str
+
+
+def find_deadline(
+    time_budget_s: float | None, process_age_s: float, env: Mapping[str, str] = os.environ
+) -> Deadline | None:
+    """The earlier of the end of a time budget, counted from the process's start, and Slurm's limit.
+
+    Notes
+    -----
+    Slurm tells the end of the job in ``SLURM_JOB_END_TIME``; `END_MARGIN_S` before it there is still time for the
+    steps under way, for parking what they generated and for closing the files.
+    """
+    found = []
+    if time_budget_s is not None:
+        found.append(Deadline(time.time() - process_age_s + time_budget_s, "--time-budget"))
+    if (end := env.get("SLURM_JOB_END_TIME", "")).isdigit():
+        found.append(Deadline(int(end) - END_MARGIN_S, "the end of the Slurm job's time"))
+    return min(found, default=None)
+
+
+def parse_duration(text: str) -> float:
+    """Seconds in ``90s``, ``30m``, ``2h``, ``1d`` or Slurm's ``[D-]HH:MM:SS``.
+
+    Raises
+    ------
+    ConfigError
+        If it is none of these.
+    """
+    if match := re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text, re.ASCII):
+        seconds = float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+    elif match := re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", text, re.ASCII):
+        days, hours, minutes, rest = (int(part or 0) for part in match.groups())
+        seconds = float(((days * 24 + hours) * 60 + minutes) * 60 + rest)
+    else:
+        seconds = 0.0
+    if seconds <= 0:
+        raise ConfigError(f"{text!r} is no time span; write 90s, 30m, 2h, 1d or HH:MM:SS, D-HH:MM:SS")
+    return seconds
+
+
 class StopRequest:
-    """Whether somebody asked this process to stop; calling it tells.
+    """Whether somebody asked this process to stop, or its time is up; calling it tells.
 
     TERM, INT, USR1 and USR2 set a flag, nothing else. A second TERM or INT ends the process at once, as if
     nothing had been installed.
 
+    Parameters
+    ----------
+    deadline : Deadline, optional
+        When to stop without having been asked.
+
     Attributes
     ----------
     reason : str or None
-        Name of the first signal that came, e.g. ``"SIGUSR1"``.
+        Name of the first signal that came, e.g. ``"SIGUSR1"``, or the deadline's.
 
     Notes
     -----
@@ -35,11 +90,14 @@ class StopRequest:
     as well, which sends it again), so copies within `SAME_REQUEST_S` are no second request.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, deadline: Deadline | None = None) -> None:
         self.reason: str | None = None
+        self._deadline = deadline
         self._first_end_s: float | None = None
 
     def __call__(self) -> bool:
+        if self.reason is None and self._deadline is not None and time.time() >= self._deadline.at_s:
+            self.reason = self._deadline.name
         return self.reason is not None
 
     def install(self) -> None:

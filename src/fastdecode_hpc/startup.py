@@ -26,7 +26,17 @@ logger = logging.getLogger(__name__)
 
 
 class Dismissed(Exception):
-    """Rank 0 has ended the run in order; this rank has nothing more to do."""
+    """Rank 0 has ended the run in order; this rank has nothing more to do.
+
+    Parameters
+    ----------
+    code : int
+        The exit code; of rank 0, where its preflight has found that there is nothing to run.
+    """
+
+    def __init__(self, code: int = 0) -> None:
+        super().__init__(code)
+        self.code = code
 
 
 def agree(
@@ -51,24 +61,24 @@ def agree(
     ConfigError
         On rank 0, for whatever any rank found wrong.
     Dismissed
-        On the others in that case.
+        On the others in that case; on all where `decide` raised it.
     """
     hello = _say_hello(run, world, launched, isas)
     if world is None:
         return decide([_checked(hello)])
     hellos = world.gather(hello)
-    answer: Setup | ConfigError | None = None
+    answer: Setup | ConfigError | Dismissed | None = None
     if hellos is not None:
         try:
             check_world([entry.launch for entry in hellos], world.size, _library())
             answer = decide([_checked(entry) for entry in hellos])
-        except ConfigError as error:
+        except (ConfigError, Dismissed) as error:
             answer = error
     return _take(world, world.bcast(answer))
 
 
-def _take(world: World, answer: Setup | ConfigError) -> Setup:
-    if isinstance(answer, ConfigError):
+def _take(world: World, answer: Setup | ConfigError | Dismissed) -> Setup:
+    if not isinstance(answer, Setup):
         raise answer if world.is_s_rank else Dismissed()
     return answer
 

@@ -6,6 +6,7 @@ The only place where transformers' tokenizers are used; nothing here knows of mo
 from __future__ import annotations
 
 import json
+import re
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,17 @@ from typing import Any, Final
 from fastdecode_hpc.config import ConfigError
 
 _MAX_CONTINUATION_BYTES: Final = 3
+_METASPACE: Final = "\u2581"  # how SentencePiece writes a space
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """How byte-level BPE (GPT-2) writes bytes: printable ones as they are, the others from U+0100 on, in order."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = (byte for byte in range(0x100) if byte not in printable)
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+
+
+_BYTE_OF_CHARACTER: Final = _byte_alphabet()
 
 
 class PromptError(ValueError):
@@ -53,6 +65,7 @@ class Tokenizer:
         self._backend = backend
         self._rust = getattr(backend, "backend_tokenizer", None)
         self._bos = _added_bos(backend)
+        self._is_byte_level = "ByteLevel" in str(getattr(self._rust, "decoder", None))
 
     @property
     def bos_token_id(self) -> int | None:
@@ -134,6 +147,22 @@ class Tokenizer:
         if self._rust is not None:  # the same text without the checks that the wrapper makes for each call
             return str(self._rust.decode(list(ids), skip_special_tokens=True))
         return str(self._backend.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def token_bytes(self, token: int) -> bytes:
+        """Bytes of text that a token stands for; a character may be spread over several tokens.
+
+        Special tokens stand for their name; an id that is no token for nothing.
+        """
+        name = self._backend.convert_ids_to_tokens(token) if token < self.vocab_size else None
+        if name is None:
+            return b""
+        if token in self._silent_ids:
+            return str(name).encode("utf-8", "replace")
+        if re.fullmatch(r"<0x[0-9A-F]{2}>", name):
+            return bytes([int(name[3:5], 16)])
+        if self._is_byte_level and all(character in _BYTE_OF_CHARACTER for character in name):
+            return bytes(_BYTE_OF_CHARACTER[character] for character in name)
+        return str(name).replace(_METASPACE, " ").encode("utf-8", "replace")
 
     def is_silent(self, token: int) -> bool:
         """Whether a token is left out of text."""

@@ -13,7 +13,7 @@ pytestmark = [
 
 def test_both_decode_the_same_prompts_window_by_window():
     from fastdecode_hpc.bench.peers_llamacpp import VARIANTS, DecodeCase, LlamaServer, compare_decode
-    from fastdecode_hpc.s_part.weights import resolve_model
+    from fastdecode_hpc.model_files import resolve_model
 
     case = DecodeCase("smollm2", batch=2, context=96, rounds=5, num_threads=1, isa="scalar", seed=0)
     figures = compare_decode(case)

@@ -100,17 +100,27 @@ def test_too_many_errors_end_with_4(checkpoint: Path, tmp_path: Path, ranks: int
     assert sum("error" in record for record in read_records(tmp_path / "out.jsonl")) == 3
 
 
-def test_all_good_is_0_and_an_existing_output_is_not_touched(checkpoint: Path, tmp_path: Path) -> None:
+def test_all_good_is_0_and_a_finished_output_is_kept(checkpoint: Path, tmp_path: Path) -> None:
     lines = requests(3, max_new_tokens=4)
     assert generate(tmp_path, checkpoint, lines).returncode == 0
     before = (tmp_path / "out.jsonl").read_bytes()
-    refused = generate(tmp_path, checkpoint, lines, "--ranks", 2)
-    assert refused.returncode == 2
-    assert "--resume" in refused.stderr and "--overwrite" in refused.stderr
+    assert generate(tmp_path, checkpoint, lines, "--ranks", 2).returncode == 0
     assert (tmp_path / "out.jsonl").read_bytes() == before
     assert generate(tmp_path, checkpoint, lines, "--overwrite").returncode == 0
     assert read_records(tmp_path / "out.jsonl") == [json.loads(line) for line in sorted(
         before.decode().splitlines(), key=lambda line: json.loads(line)["index"])]  # fmt: skip
+
+
+def test_an_output_made_otherwise_is_refused_and_kept(checkpoint: Path, tmp_path: Path) -> None:
+    lines = requests(2, max_new_tokens=2)
+    assert generate(tmp_path, checkpoint, lines).returncode == 0
+    before = (tmp_path / "out.jsonl").read_bytes()
+    done = generate(tmp_path, checkpoint, lines, "--seed", 3, "--temperature", 0.5, "--ranks", 2)
+    refused_by_all_ranks(done, "seed was 0, now it is 3; temperature was 0.0, now it is 0.5")
+    assert "--overwrite" in done.stderr
+    (tmp_path / "out.jsonl.job.json").unlink()
+    refused_by_all_ranks(generate(tmp_path, checkpoint, lines), "out.jsonl.job.json, which says how it was made")
+    assert (tmp_path / "out.jsonl").read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -190,7 +200,7 @@ def test_a_signal_stops_with_75_and_resume_answers_the_rest(
     some = read_records(tmp_path / "out.jsonl")
     assert 5 <= len(some) < 400
     assert json.loads((tmp_path / "out.jsonl.status.json").read_text())["state"] == "stopped early, resumable"
-    done = generate(tmp_path, checkpoint, path, "--ranks", ranks, "--resume")
+    done = generate(tmp_path, checkpoint, path, "--ranks", ranks)
     assert done.returncode == 0, done.stderr
     records = read_records(tmp_path / "out.jsonl")
     assert [record["custom_id"] for record in records] == [line["custom_id"] for line in lines]
@@ -236,7 +246,7 @@ def test_resume_refuses_an_output_of_another_input(checkpoint: Path, tmp_path: P
     before = (tmp_path / "out.jsonl").read_bytes()
     others = [{**line, "custom_id": f"x{i}"} for i, line in enumerate(requests(4, max_new_tokens=2))]
     for lines in (others, requests(2, max_new_tokens=2)):
-        done = generate(tmp_path, checkpoint, lines, "--resume", "--ranks", 2)
+        done = generate(tmp_path, checkpoint, lines, "--ranks", 2)
         assert done.returncode == 2, done.stderr
         assert "belongs to another input" in done.stderr
     assert (tmp_path / "out.jsonl").read_bytes() == before
@@ -264,10 +274,10 @@ def test_an_output_that_fails_after_the_start_ends_all_ranks(checkpoint: Path, t
 def test_a_resumed_job_remembers_its_failures(checkpoint: Path, tmp_path: Path) -> None:
     lines = [{"prompt": []}, *requests(3, max_new_tokens=2)]
     assert generate(tmp_path, checkpoint, lines).returncode == 3
-    done = generate(tmp_path, checkpoint, lines, "--resume")
+    done = generate(tmp_path, checkpoint, lines)
     assert done.returncode == 3
     assert len(read_records(tmp_path / "out.jsonl")) == 4
-    assert generate(tmp_path, checkpoint, lines, "--resume", "--max-errors", 0).returncode == 3
+    assert generate(tmp_path, checkpoint, lines, "--max-errors", 0).returncode == 3
 
 
 def test_a_signal_while_standard_input_is_open_stops_the_job(checkpoint: Path, tmp_path: Path) -> None:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from fastdecode_hpc.config import ConfigError, ModelConfig
+from fastdecode_hpc.model_files import resolve_model
 from fastdecode_hpc.s_part.model import SPart
-from fastdecode_hpc.s_part.weights import load_weights, read_model_config, resolve_model
+from fastdecode_hpc.s_part.weights import load_weights, read_model_config
 from tiny_models import FAMILIES, load_reference, make_checkpoint, random_prompt, reference_greedy, reference_logits
 
 TOLERANCE = 1e-4

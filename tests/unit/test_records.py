@@ -7,13 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastdecode_hpc.batch.records import Recorded, RecordWriter, load_recorded
+from fastdecode_hpc.batch.openai_records import Responses
+from fastdecode_hpc.batch.records import RecordWriter
+from fastdecode_hpc.batch.requests import RequestError
+from fastdecode_hpc.batch.resume import check_same_input, load_recorded
 from fastdecode_hpc.config import ConfigError
-from fastdecode_hpc.sequence import Request, TokenLogprob
+from fastdecode_hpc.sequence import Choice, Request, TokenLogprob
+
+RESPONSES = Responses("some/model", lambda token: b"<%d>" % token)
 
 
-def ids_in(path):
-    return {index: recorded.custom_id for index, recorded in load_recorded(path).items()}
+def indices_in(path):
+    return sorted(load_recorded(path).hashes)
 
 
 @pytest.fixture
@@ -21,14 +26,18 @@ def path(tmp_path):
     return tmp_path / "out.jsonl"
 
 
-def complete(writer, index, custom_id=None, text="text", return_token_ids=False, **fields):
-    request = Request(index, custom_id, "prompt", return_token_ids=return_token_ids)
-    fields = {"token_ids": [5, 6], "finish_reason": "stop", "prompt_tokens": 3, "output_tokens": 2} | fields
-    writer.write_completion(request, text=text, **fields)
+def complete(writer, index, custom_id=None, text="text", notes=(), logprobs=None, **fields):
+    request = Request(index, custom_id, "prompt", content_hash=f"{index:016x}", **fields)
+    writer.write_completion(request, [Choice(text, [5, 6], "stop", logprobs)], prompt_tokens=3, notes=notes)
 
 
-def write_some(path, indices, **options):
-    with RecordWriter(path, **options) as writer:
+def fail(writer, index, custom_id=None, message="why"):
+    writer.write_error(Request(index, custom_id, "prompt", content_hash="ab"), "bad", message)
+
+
+def write_some(path, indices, go_on=True):
+    go_on_at = load_recorded(path).num_bytes if go_on else None
+    with RecordWriter(path, RESPONSES, go_on_at=go_on_at) as writer:
         for index in indices:
             complete(writer, index, f"id{index}")
 
@@ -43,22 +52,35 @@ def read_lines(path):
 
 def test_records_have_the_documented_fields(path):
     logprobs = [TokenLogprob(5, -0.5, ((5, -0.5), (7, -1.5)))]
-    with RecordWriter(path) as writer:
+    with RecordWriter(path, RESPONSES) as writer:
         complete(writer, 0, "a")
         complete(writer, 1, return_token_ids=True, logprobs=logprobs, notes=["clamped"])
-        writer.write_error(2, "c", "bad", "why")
+        fail(writer, 2, "c")
         assert (writer.num_written, writer.num_errors) == (3, 1)
+        assert writer.errors == {"bad": 1}
     usage = {"prompt_tokens": 3, "completion_tokens": 2}
     assert read_lines(path) == [
-        {"index": 0, "custom_id": "a", "text": "text", "finish_reason": "stop", "usage": usage},
-        {"index": 1, "custom_id": None, "text": "text", "finish_reason": "stop", "usage": usage, "token_ids": [5, 6],
-         "logprobs": [{"token": 5, "logprob": -0.5, "top": [[5, -0.5], [7, -1.5]]}], "notes": ["clamped"]},
-        {"index": 2, "custom_id": "c", "error": {"code": "bad", "message": "why"}},
+        {"index": 0, "custom_id": "a", "text": "text", "finish_reason": "stop", "usage": usage,
+         "content_hash": "0000000000000000"},
+        {"index": 1, "custom_id": None, "text": "text", "finish_reason": "stop", "token_ids": [5, 6],
+         "logprobs": [{"token": 5, "logprob": -0.5, "top": [[5, -0.5], [7, -1.5]]}], "usage": usage,
+         "notes": ["clamped"], "content_hash": "0000000000000001"},
+        {"index": 2, "custom_id": "c", "error": {"code": "bad", "message": "why"}, "content_hash": "ab"},
     ]  # fmt: skip
 
 
+def test_several_choices_stand_in_a_list(path):
+    choices = [Choice("a", [1], "stop"), Choice("b", [2, 3], "length")]
+    with RecordWriter(path, RESPONSES) as writer:
+        writer.write_completion(Request(0, None, ["x", "y"]), choices, prompt_tokens=4)
+    (record,) = read_lines(path)
+    assert record["choices"] == [{"text": "a", "finish_reason": "stop"}, {"text": "b", "finish_reason": "length"}]
+    assert record["usage"] == {"prompt_tokens": 4, "completion_tokens": 3}
+    assert indices_in(path) == [0]
+
+
 def test_each_record_is_in_the_file_when_it_was_written(path):
-    with RecordWriter(path) as writer:
+    with RecordWriter(path, RESPONSES) as writer:
         for index in range(3):
             complete(writer, index)
             assert len(read_lines(path)) == index + 1
@@ -66,73 +88,75 @@ def test_each_record_is_in_the_file_when_it_was_written(path):
 
 @pytest.mark.parametrize("value", [-math.inf, math.inf, math.nan])
 def test_numbers_that_json_lacks_become_null(path, value):
-    with RecordWriter(path) as writer:
+    with RecordWriter(path, RESPONSES) as writer:
         complete(writer, 0, logprobs=[TokenLogprob(5, value, ((5, value),))])
     assert read_lines(path)[0]["logprobs"] == [{"token": 5, "logprob": None, "top": [[5, None]]}]
 
 
 def test_half_surrogate_pairs_are_replaced(path):
-    with RecordWriter(path) as writer:
+    with RecordWriter(path, RESPONSES) as writer:
         complete(writer, 0, "id\udc00", text="a\ud83d!\U0001f600")
-        writer.write_error(1, None, "bad", "saw \ud800")
+        fail(writer, 1, message="saw \ud800")
     first, second = read_lines(path)
     assert (first["custom_id"], first["text"]) == ("id\ufffd", "a\ufffd!\U0001f600")
     assert second["error"]["message"] == "saw \ufffd"
 
 
 def test_text_is_written_readably(path):
-    with RecordWriter(path) as writer:
+    with RecordWriter(path, RESPONSES) as writer:
         complete(writer, 0, text="naïve 日本")
     assert "naïve 日本" in path.read_text(encoding="utf-8")
-
-
-def test_results_are_not_overwritten_by_accident(path):
-    write_some(path, [0])
-    before = path.read_bytes()
-    with pytest.raises(ConfigError, match="not empty"):
-        RecordWriter(path)
-    assert path.read_bytes() == before
 
 
 def test_an_empty_output_may_be_used(path):
     path.touch()
     write_some(path, [0])
-    assert ids_in(path) == {0: "id0"}
+    assert indices_in(path) == [0]
 
 
-def test_overwrite_starts_anew(path):
+def test_records_are_appended_or_replaced(path):
     write_some(path, [0, 1])
-    write_some(path, [5], overwrite=True)
-    assert ids_in(path) == {5: "id5"}
+    write_some(path, [2])
+    assert indices_in(path) == [0, 1, 2]
+    write_some(path, [5], go_on=False)
+    assert indices_in(path) == [5]
 
 
-def test_resume_appends(path):
-    write_some(path, [0, 1], resume=True)  # a first run may be started like a resumed one
-    write_some(path, [2], resume=True)
-    assert ids_in(path) == {0: "id0", 1: "id1", 2: "id2"}
-    with pytest.raises(ConfigError, match="contradict"):
-        RecordWriter(path, resume=True, overwrite=True)
+def test_only_one_job_may_write(path):
+    with RecordWriter(path, RESPONSES), pytest.raises(ConfigError, match="another job is writing"):
+        RecordWriter(path, RESPONSES)
+    write_some(path, [0])  # the lock has gone with its owner
+
+
+def test_a_file_that_grew_since_it_was_read_is_refused(path):
+    write_some(path, [0])
+    size = load_recorded(path).num_bytes
+    write_some(path, [1])
+    with pytest.raises(ConfigError, match="changed while this job started"):
+        RecordWriter(path, RESPONSES, go_on_at=size)
+    assert indices_in(path) == [0, 1]
 
 
 def test_output_that_cannot_be_opened(tmp_path):
     with pytest.raises(ConfigError, match="cannot be written"):
-        RecordWriter(tmp_path / "missing" / "out.jsonl")
+        RecordWriter(tmp_path / "missing" / "out.jsonl", RESPONSES)
     with pytest.raises(ConfigError, match="cannot be written"):
-        RecordWriter(tmp_path, overwrite=True)
+        RecordWriter(tmp_path, RESPONSES)
     with pytest.raises(ConfigError, match="cannot be read"):
         load_recorded(tmp_path)
 
 
 def test_nothing_is_recorded_in_a_missing_or_empty_file(path):
-    assert ids_in(path) == {}
+    assert indices_in(path) == []
     path.touch()
-    assert ids_in(path) == {}
+    assert indices_in(path) == []
 
 
 def test_error_records_count_as_recorded(path):
-    with RecordWriter(path) as writer:
-        writer.write_error(4, None, "bad", "why")
-    assert ids_in(path) == {4: None}
+    with RecordWriter(path, RESPONSES) as writer:
+        fail(writer, 4)
+    assert indices_in(path) == [4]
+    assert load_recorded(path).num_failed == 1
 
 
 def test_a_file_cut_at_any_byte_can_be_resumed(path):
@@ -141,9 +165,9 @@ def test_a_file_cut_at_any_byte_can_be_resumed(path):
     first = data.index(b"\n") + 1
     for size in range(len(data)):
         path.write_bytes(data[:size])
-        assert ids_in(path) == ({0: "id0"} if size >= first else {})
+        assert indices_in(path) == ([0] if size >= first else [])
         assert path.stat().st_size == (first if size >= first else 0)
-    write_some(path, [1], resume=True)
+    write_some(path, [1])
     assert path.read_bytes() == data
 
 
@@ -152,15 +176,15 @@ def test_other_torn_ends_are_cut_off(path, tail):
     write_some(path, [0])
     data = path.read_bytes()
     path.write_bytes(data + tail)
-    assert ids_in(path) == {0: "id0"}
+    assert indices_in(path) == [0]
     assert path.read_bytes() == data
 
 
 def test_writer_does_not_glue_a_record_to_a_torn_one(path):
     write_some(path, [0])
     path.write_bytes(path.read_bytes() + b'{"index": 1')
-    with pytest.raises(ConfigError, match="middle of a line"):
-        RecordWriter(path, resume=True)
+    with pytest.raises(ConfigError, match="changed"):
+        RecordWriter(path, RESPONSES, go_on_at=len(path.read_bytes().splitlines(keepends=True)[0]))
 
 
 @pytest.mark.parametrize(
@@ -199,21 +223,28 @@ ids = st.lists(st.none() | any_text, max_size=6)
 @given(ids=ids, text=any_text, value=st.floats())
 def test_what_is_written_reads_back(tmp_path_factory, ids, text, value):
     path = tmp_path_factory.mktemp("records") / "out.jsonl"
-    with RecordWriter(path) as writer:
+    with RecordWriter(path, RESPONSES) as writer:
         for index, custom_id in enumerate(ids):
             complete(writer, index, custom_id, text=text, logprobs=[TokenLogprob(1, value)])
     records = read_lines(path)
-    assert ids_in(path) == {record["index"]: record["custom_id"] for record in records}
+    assert indices_in(path) == [record["index"] for record in records]
     for record, custom_id in zip(records, ids, strict=True):
         assert (record["custom_id"] is None) == (custom_id is None)
         assert record["text"] == text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def test_failures_are_known_again(tmp_path):
-    path = tmp_path / "out.jsonl"
-    with RecordWriter(path) as writer:
-        writer.write_error(3, "a", "code", "message")
-        writer.write_completion(
-            Request(4, None, "x"), text="", token_ids=[], finish_reason="stop", prompt_tokens=1, output_tokens=1
-        )
-    assert load_recorded(path) == {3: Recorded("a", True), 4: Recorded(None, False)}
+def test_an_output_goes_on_with_its_own_input_only(path):
+    write_some(path, [0, 2])
+    with RecordWriter(path, RESPONSES, go_on_at=load_recorded(path).num_bytes) as writer:
+        fail(writer, 1)
+    recorded = load_recorded(path)
+    lines = [
+        Request(i, None, "p", content_hash=h, line=i + 1) for i, h in enumerate(["0" * 16, "ab", f"{2:016x}", "f"])
+    ]
+    check_same_input(recorded, lines, path)  # a line was appended to the input
+    check_same_input(recorded, lines[:3], path)
+    with pytest.raises(ConfigError, match="has 1 records of lines that the input does not have"):
+        check_same_input(recorded, lines[:2], path)
+    lines[1] = RequestError(1, 2, None, "code", "message", content_hash="ac")
+    with pytest.raises(ConfigError, match="line 2 of the input"):
+        check_same_input(recorded, lines, path)

@@ -66,12 +66,13 @@ def nested(depth):
 
 def test_own_line_brings_its_settings_and_takes_the_rest_from_the_defaults(tmp_path):
     line = {"prompt": "p", "custom_id": "a", "max_new_tokens": 3, "top_k": 4, "top_p": 0.5, "min_p": 0.1, "seed": 9,
-            "repetition_penalty": 1.5, "stop": ["x", "y"], "ignore_eos": True, "logprobs": 2,
-            "return_token_ids": True}  # fmt: skip
+            "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": -1, "logit_bias": {"7": -100},
+            "n": 2, "stop": ["x", "y"], "ignore_eos": True, "logprobs": 2, "return_token_ids": True}  # fmt: skip
     request = accepted(tmp_path, line)
     assert request.params == SamplingParams(
         max_new_tokens=3, temperature=0.5, top_k=4, top_p=0.5, min_p=0.1, seed=9, repetition_penalty=1.5,
-        stop=("x", "y"), ignore_eos=True, logprobs=2,
+        presence_penalty=0.5, frequency_penalty=-1, logit_bias=((7, -100),), n=2, stop=("x", "y"), ignore_eos=True,
+        logprobs=2,
     )  # fmt: skip
     assert (request.index, request.line, request.custom_id, request.prompt) == (1, 2, "a", "p")
     assert request.return_token_ids and request.messages is None
@@ -117,11 +118,19 @@ def test_messages_keep_role_name_and_text(tmp_path):
     assert request.prompt is None
 
 
+@pytest.mark.parametrize(("prompt", "prompts"), [("a", ["a"]), ([1, 2], [[1, 2]]), (["a", "b"], ["a", "b"]),
+                                                 ([[1], [2, 3]], [[1], [2, 3]]), (["a", [1]], ["a", [1]])])  # fmt: skip
+def test_a_line_may_have_several_prompts(tmp_path, prompt, prompts):
+    assert accepted(tmp_path, {"prompt": prompt}).prompts == prompts
+
+
 def test_chat_batch_line(tmp_path):
     body = {"model": "m", "max_completion_tokens": 4, "n": 1, "stream": False, "presence_penalty": 0.0, "user": "u",
             "metadata": {"k": "v"}, "tools": [], "tool_choice": "none", "response_format": {"type": "text"},
             "logprobs": True, "top_logprobs": 3, "temperature": 0}  # fmt: skip
     request = accepted(tmp_path, batch_line(**body))
+    assert (request.endpoint, request.model) == ("/v1/chat/completions", "m")
+    assert request.notes == ("ignored: user, metadata",)
     assert request.custom_id == "a" and request.messages == CHAT
     assert request.params == SamplingParams(max_new_tokens=4, temperature=0, logprobs=3)
 
@@ -196,9 +205,8 @@ def test_surrogate_pairs_are_characters(tmp_path):
     ("line", "code", "word"),
     [
         ({"prompt": 5}, "invalid_field", "prompt is 5"),
-        ({"prompt": {"text": "x"}}, "invalid_field", "string or a list of token ids"),
+        ({"prompt": {"text": "x"}}, "invalid_field", "string, a list of token ids"),
         ({"prompt": []}, "empty_prompt", "empty list"),
-        ({"prompt": ["a", "b"]}, "invalid_field", "prompt[0] is 'a'"),
         ({"prompt": [1, True]}, "invalid_field", "prompt[1] is true"),
         ({"prompt": [1, -1]}, "invalid_field", "prompt[1] is -1"),
         ({"prompt": [1.5]}, "invalid_field", "prompt[0] is 1.5"),
@@ -222,7 +230,21 @@ def test_surrogate_pairs_are_characters(tmp_path):
         ({"prompt": "x", "custom_id": ""}, "invalid_field", "non-empty"),
         ({"prompt": "x", "custom_id": "a", "id": "b"}, "invalid_field", "both"),
         ({"prompt": "x", "temprature": 1}, "unknown_field", "'temprature'; known are prompt, messages, custom_id"),
-        ({"prompt": "x", "n": 1}, "unknown_field", "'n'"),
+        ({"prompt": "x", "n": 0}, "invalid_field", "n is 0"),
+        ({"prompt": "x", "n": 1000}, "invalid_field", "at most 128"),
+        ({"prompt": "x", "n": True}, "invalid_field", "n is True"),
+        ({"prompt": "x", "presence_penalty": 3}, "invalid_field", "presence_penalty is 3"),
+        ({"prompt": "x", "frequency_penalty": False}, "invalid_field", "frequency_penalty is False"),
+        ({"prompt": "x", "logit_bias": [1]}, "invalid_field", "logit_bias is [1]"),
+        ({"prompt": "x", "logit_bias": {"a": 1}}, "invalid_field", "keys must be token ids"),
+        ({"prompt": "x", "logit_bias": {"-1": 1}}, "invalid_field", "keys must be token ids"),
+        ({"prompt": "x", "logit_bias": {"9" * 5000: 1}}, "invalid_field", "keys must be token ids"),
+        ({"prompt": "x", "logit_bias": {"5": 101}}, "invalid_field", "logit_bias of token 5 is 101"),
+        ({"prompt": "x", "logit_bias": {"5": None}}, "invalid_field", "logit_bias of token 5 is None"),
+        ({"prompt": ["a", 1]}, "invalid_field", "prompt[1] is 1"),
+        ({"prompt": [[1], []]}, "empty_prompt", "prompt[1] is an empty list"),
+        ({"prompt": [[1], ["a"]]}, "invalid_field", "prompt[1][0] is 'a'"),
+        ({"prompt": ["a"] * 2000}, "invalid_field", "at most 1024"),
         ({"prompt": "x", "max_tokens": "5"}, "invalid_field", "max_tokens is '5'"),
         ({"prompt": "x", "max_tokens": True}, "invalid_field", "max_tokens is True"),
         ({"prompt": "x", "max_tokens": 2.0}, "invalid_field", "max_tokens is 2.0"),
@@ -257,8 +279,7 @@ def test_wrong_fields(tmp_path, line, code, word):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("n", 2), ("n", True), ("best_of", 3), ("stream", True), ("echo", True), ("suffix", "x"),
-     ("presence_penalty", 0.5), ("presence_penalty", False), ("frequency_penalty", -1), ("logit_bias", {"5": 1}),
+    [("best_of", 3), ("best_of", True), ("stream", True), ("echo", True), ("suffix", "x"),
      ("tools", [{}]), ("tool_choice", "required"),
      ("response_format", {"type": "json_object"}), ("reasoning_effort", "high")],
 )  # fmt: skip
@@ -322,6 +343,24 @@ def test_second_use_of_an_id_is_an_error(tmp_path):
         None, None, None, "duplicate_custom_id", None, "invalid_field", "duplicate_custom_id",
     ]  # fmt: skip
     assert items[3].custom_id == "a" and "line 4" in items[3].message
+
+
+def test_auto_id_gives_every_line_an_id_of_its_own(tmp_path):
+    rows = [{"prompt": "p", "custom_id": "row-1"}, {"prompt": "p"}, {"prompt": "q", "custom_id": "row-1"},
+            {"custom_id": "row-1", "prompt": 1}, {"body": {"prompt": "x"}}]  # fmt: skip
+    path = tmp_path / "in.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    for _ in range(2):  # a resumed run finds the same ones
+        items = list(read_requests(path, DEFAULTS, auto_id=True))
+        assert [item.custom_id for item in items] == ["row-1", "row-1+", "row-1-2", "row-1", "row-4"]
+        assert [isinstance(item, Request) for item in items] == [True, True, True, False, True]
+    assert items[2].notes == ("custom_id 'row-1' was used by an earlier line; this one became 'row-1-2'",)
+
+
+def test_the_hash_is_of_the_line_alone(tmp_path):
+    line = b'{"prompt": "p"}'
+    one, two, other = read_bytes(tmp_path, line + b"\r\n  " + line + b'\n{"prompt": "q"}')
+    assert one.content_hash == two.content_hash != other.content_hash
 
 
 def test_a_line_over_the_limit_is_one_error(tmp_path, monkeypatch):

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fastdecode_hpc.config import ConfigError, ModelConfig, RopeScaling
+from fastdecode_hpc.model_files import resolve_model
 from fastdecode_hpc.s_part.weights import (
     checkpoint_dtype,
     dummy_weights,
     load_weights,
     read_model_config,
-    resolve_model,
 )
 from load_peak import measure_load_peak, random_state_dict
 from tiny_models import make_checkpoint

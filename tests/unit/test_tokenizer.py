@@ -186,6 +186,18 @@ def test_text_survives_the_round_trip(smollm2, text):
     assert smollm2.decode(smollm2.encode_prompt(text)) == text
 
 
+@pytest.mark.parametrize("text", ["hi there", "naïve 日本 😀", "a\x00b\u2028\x85", "\u0120 \u2581"])
+def test_bytes_of_tokens_make_the_text(smollm2, sentencepiece, text):
+    assert b"".join(map(smollm2.token_bytes, smollm2.encode_prompt(text))) == text.encode()
+    ids = sentencepiece.encode_prompt(text)[1:]  # without BOS
+    assert b"".join(map(sentencepiece.token_bytes, ids)).decode().strip() == sentencepiece.decode(ids).strip()
+
+
+def test_bytes_of_special_and_unknown_tokens(smollm2):
+    assert smollm2.token_bytes(2) == b"<|im_end|>"
+    assert smollm2.token_bytes(10**6) == b""
+
+
 def test_special_tokens_are_left_out_of_text(smollm2):
     assert smollm2.decode([1, 4093, 198, 6004, 2, 198]) == "user\nhi\n"
     assert smollm2.decode([6004, 10**6]) == "hi"

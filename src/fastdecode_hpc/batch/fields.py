@@ -7,27 +7,32 @@ Two kinds of lines: the program's own (``prompt`` or ``messages``, settings besi
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any, Final
 
-from fastdecode_hpc.sequence import Request, SamplingParams
+from fastdecode_hpc.sequence import Prompt, Request, SamplingParams
 
 MAX_TOKEN_ID: Final = 2**31 - 1
 
 _LENGTH_NAMES = ("max_new_tokens", "max_tokens", "max_completion_tokens")
-_PLAIN_SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "logprobs")
-_SETTINGS = (*_LENGTH_NAMES, *_PLAIN_SETTINGS, "stop", "ignore_eos", "return_token_ids")
+_PLAIN_SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+                   "frequency_penalty", "n", "seed", "logprobs")  # fmt: skip
+_SETTINGS = (*_LENGTH_NAMES, *_PLAIN_SETTINGS, "logit_bias", "stop", "ignore_eos", "return_token_ids")
 OWN_FIELDS: Final = ("prompt", "messages", "custom_id", "id", *_SETTINGS)
 BATCH_FIELDS: Final = ("custom_id", "method", "url", "body")
 
-_ENDPOINTS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt"}
+CHAT_ENDPOINT: Final = "/v1/chat/completions"
+COMPLETIONS_ENDPOINT: Final = "/v1/completions"
+ENDPOINTS: Final = {CHAT_ENDPOINT: "messages", COMPLETIONS_ENDPOINT: "prompt"}  # and the field with the input
 
-# Body fields that say nothing about the text to generate.
+MAX_PROMPTS: Final = 1024  # of one line
+
+# Body fields that say nothing about the text to generate; but for the model's name they are noted as ignored.
 _LABELS = frozenset({"model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
                      "parallel_tool_calls", "stream_options"})  # fmt: skip
 # Body fields that would change the text, with the values that leave it as it is (null always does).
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "n": (1,), "best_of": (1,), "stream": (False,), "echo": (False,), "suffix": ("",),
-    "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},),
+    "best_of": (1,), "stream": (False,), "echo": (False,), "suffix": ("",),
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},), "modalities": (["text"],),
     "audio": (), "prediction": (), "reasoning_effort": (), "verbosity": (), "web_search_options": (),
@@ -52,6 +57,11 @@ def find_custom_id(obj: dict[str, Any]) -> str | None:
     return value if isinstance(value, str) and value else None
 
 
+def is_batch_line(obj: dict[str, Any]) -> bool:
+    """Whether an input object is, or is meant to be, an OpenAI batch line."""
+    return any(name in obj for name in ("body", "url", "method"))
+
+
 def build_request(obj: dict[str, Any], index: int, line: int, defaults: SamplingParams) -> Request:
     """Turn one input object into a `Request`.
 
@@ -60,11 +70,16 @@ def build_request(obj: dict[str, Any], index: int, line: int, defaults: Sampling
     FieldError
         Naming the field, its value and what is possible.
     """
-    is_batch_line = any(name in obj for name in ("body", "url", "method"))
-    content = _open_batch_line(obj) if is_batch_line else obj
-    if not is_batch_line:
-        _check_known("field", obj, OWN_FIELDS)
-    _check_custom_id(obj, required=is_batch_line)
+    _check_custom_id(obj)
+    if is_batch_line(obj):
+        return _build_batch_request(obj, index, line, defaults)
+    _check_known("field", obj, OWN_FIELDS)
+    return _build(obj, obj, index, line, defaults)
+
+
+def _build(
+    obj: dict[str, Any], content: dict[str, Any], index: int, line: int, defaults: SamplingParams, **extra: Any
+) -> Request:
     prompt, messages = _read_input(content)
     return Request(
         index=index,
@@ -74,34 +89,45 @@ def build_request(obj: dict[str, Any], index: int, line: int, defaults: Sampling
         params=_read_params(content, defaults),
         line=line,
         return_token_ids=_read_bool(content, "return_token_ids", False),
+        **extra,
     )
 
 
 # -- OpenAI batch lines
 
 
-def _open_batch_line(obj: dict[str, Any]) -> dict[str, Any]:
-    """Check the envelope and return the body's fields under the program's own meaning."""
+def _build_batch_request(obj: dict[str, Any], index: int, line: int, defaults: SamplingParams) -> Request:
+    """Check the envelope and read the body's fields under the program's own meaning."""
     _check_known("field of a batch line", obj, BATCH_FIELDS)
     body = obj.get("body")
     if not isinstance(body, dict):
         raise FieldError("invalid_field", f"body is {_show(body)}; it must be an object")
     if obj.get("method", "POST") != "POST":
         raise FieldError("invalid_field", f"method is {_show(obj['method'])}; it must be 'POST'")
-    input_name = _read_endpoint(obj, body)
-    is_chat = input_name == "messages"
-    _check_body_fields(body, (input_name, *_SETTINGS, *(("top_logprobs",) if is_chat else ())))
-    return _with_whole_logprobs(body) if is_chat else body
+    endpoint = _read_endpoint(obj, body)
+    is_chat = ENDPOINTS[endpoint] == "messages"
+    _check_body_fields(body, (ENDPOINTS[endpoint], *_SETTINGS, *(("top_logprobs",) if is_chat else ())))
+    ignored = [name for name in body if name in _LABELS and name != "model" and body[name] is not None]
+    return _build(
+        obj,
+        _with_whole_logprobs(body) if is_chat else body,
+        index,
+        line,
+        defaults,
+        endpoint=endpoint,
+        model=body["model"] if isinstance(body.get("model"), str) else None,
+        notes=(f"ignored: {', '.join(ignored)}",) if ignored else (),
+    )
 
 
 def _read_endpoint(obj: dict[str, Any], body: dict[str, Any]) -> str:
-    """The name of the body's input field, by the line's url or, without one, by the body itself."""
+    """The line's url or, without one, what the body itself looks like."""
     url = obj.get("url")
     if url is None:
-        return "messages" if "messages" in body else "prompt"
-    if not isinstance(url, str) or url not in _ENDPOINTS:
-        raise FieldError("unsupported_field", f"url is {_show(url)}; it must be one of {', '.join(_ENDPOINTS)}")
-    return _ENDPOINTS[url]
+        return CHAT_ENDPOINT if "messages" in body else COMPLETIONS_ENDPOINT
+    if not isinstance(url, str) or url not in ENDPOINTS:
+        raise FieldError("unsupported_field", f"url is {_show(url)}; it must be one of {', '.join(ENDPOINTS)}")
+    return url
 
 
 def _check_body_fields(body: dict[str, Any], used: tuple[str, ...]) -> None:
@@ -133,17 +159,15 @@ def _with_whole_logprobs(body: dict[str, Any]) -> dict[str, Any]:
 # -- ids and input
 
 
-def _check_custom_id(obj: dict[str, Any], *, required: bool) -> None:
+def _check_custom_id(obj: dict[str, Any]) -> None:
     if obj.get("custom_id") is not None and obj.get("id") is not None:
         raise FieldError("invalid_field", "the line has both custom_id and id; give one")
     value = obj.get("custom_id", obj.get("id"))
-    if value is None and required:
-        raise FieldError("missing_field", "custom_id is missing; a batch line needs one")
     if value is not None and (not isinstance(value, str) or not value):
         raise FieldError("invalid_field", f"custom_id is {_show(value)}; it must be a non-empty string")
 
 
-def _read_input(content: dict[str, Any]) -> tuple[str | list[int] | None, list[dict[str, Any]] | None]:
+def _read_input(content: dict[str, Any]) -> tuple[Prompt | list[Prompt] | None, list[dict[str, Any]] | None]:
     prompt, messages = content.get("prompt"), content.get("messages")
     if prompt is not None and messages is not None:
         raise FieldError("invalid_field", "the line has both prompt and messages; give one")
@@ -151,19 +175,30 @@ def _read_input(content: dict[str, Any]) -> tuple[str | list[int] | None, list[d
         return None, _read_messages(messages)
     if prompt is None:
         raise FieldError("missing_field", "the line has no prompt and no messages; give one")
-    return _read_prompt(prompt), None
+    return _read_prompts(prompt), None
 
 
-def _read_prompt(prompt: Any) -> str | list[int]:
+def _read_prompts(prompt: Any) -> Prompt | list[Prompt]:
+    """A text, token ids, or a list of either."""
+    if not isinstance(prompt, list) or not any(isinstance(item, str | list) for item in prompt):
+        return _read_prompt("prompt", prompt)
+    if len(prompt) > MAX_PROMPTS:
+        raise FieldError("invalid_field", f"prompt is a list of {len(prompt)}; at most {MAX_PROMPTS} may share a line")
+    return [_read_prompt(f"prompt[{position}]", item) for position, item in enumerate(prompt)]
+
+
+def _read_prompt(where: str, prompt: Any) -> Prompt:
     if isinstance(prompt, str):
         return prompt
     if not isinstance(prompt, list):
-        raise FieldError("invalid_field", f"prompt is {_show(prompt)}; it must be a string or a list of token ids")
+        raise FieldError(
+            "invalid_field", f"{where} is {_show(prompt)}; it must be a string, a list of token ids or a list of these"
+        )
     if not prompt:
-        raise FieldError("empty_prompt", "prompt is an empty list; there is no token to continue")
+        raise FieldError("empty_prompt", f"{where} is an empty list; there is no token to continue")
     for position, token in enumerate(prompt):
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= MAX_TOKEN_ID:
-            message = f"prompt[{position}] is {_show(token)}; a list as prompt must hold token ids"
+            message = f"{where}[{position}] is {_show(token)}; a list as prompt must hold token ids"
             raise FieldError("invalid_field", message)
     return prompt
 
@@ -222,6 +257,8 @@ def _read_params(content: dict[str, Any], defaults: SamplingParams) -> SamplingP
         given["max_new_tokens"] = length
     if content.get("stop") is not None:
         given["stop"] = _read_stop(content["stop"])
+    if content.get("logit_bias") is not None:
+        given["logit_bias"] = _read_logit_bias(content["logit_bias"])
     if content.get("ignore_eos") is not None:
         given["ignore_eos"] = _read_bool(content, "ignore_eos", False)
     try:
@@ -247,6 +284,18 @@ def _read_stop(stop: Any) -> tuple[str, ...]:
     if not isinstance(stop, list):
         raise FieldError("invalid_field", f"stop is {_show(stop)}; it must be a string or a list of strings")
     return tuple(stop)
+
+
+def _read_logit_bias(bias: Any) -> tuple[tuple[int, float], ...]:
+    """Token ids stand as strings, as JSON has no other keys."""
+    if not isinstance(bias, dict):
+        raise FieldError(
+            "invalid_field", f'logit_bias is {_show(bias)}; it must be an object such as {{"50256": -100}}'
+        )
+    for token in bias:
+        if not re.fullmatch("[0-9]{1,10}", token):
+            raise FieldError("invalid_field", f"logit_bias has the key {_show(token)}; keys must be token ids")
+    return tuple((int(token), value) for token, value in bias.items())
 
 
 def _read_bool(content: dict[str, Any], name: str, default: bool) -> bool:

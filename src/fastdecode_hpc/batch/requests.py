@@ -5,6 +5,7 @@ No line can stop the run. Lines end at a newline byte only, so that other line s
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import sys
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from fastdecode_hpc.batch.fields import FieldError, build_request, find_custom_id
+from fastdecode_hpc.batch.fields import FieldError, build_request, find_custom_id, is_batch_line
 from fastdecode_hpc.config import ConfigError
 from fastdecode_hpc.sequence import Request, SamplingParams
 
@@ -35,9 +36,13 @@ class RequestError:
     custom_id: str | None
     code: str
     message: str
+    is_batch_line: bool = False  # of OpenAI's form
+    content_hash: str = ""  # of the line
 
 
-def read_requests(path: str | Path, defaults: SamplingParams) -> Iterator[Request | RequestError]:
+def read_requests(
+    path: str | Path, defaults: SamplingParams, *, auto_id: bool = False
+) -> Iterator[Request | RequestError]:
     """Yield one item for each non-blank line of a JSONL file.
 
     Parameters
@@ -46,22 +51,24 @@ def read_requests(path: str | Path, defaults: SamplingParams) -> Iterator[Reques
         The input file; ``-`` is the standard input.
     defaults : SamplingParams
         Settings of lines that do not bring their own.
+    auto_id : bool
+        Give lines without a `custom_id` one, and make repeated ones unique; by default a second use is the second
+        line's error.
 
     Yields
     ------
     Request or RequestError
-        In the order of the lines. A second use of a `custom_id` is the second line's error.
+        In the order of the lines.
 
     Raises
     ------
     ConfigError
         When the file cannot be opened; nothing that stands in it raises.
     """
-    seen: set[int] = set()  # hashes: a few bytes for each id, however long the ids are
+    ids = _Ids(auto_id)
     with _open_input(path) as file:
         for index, (line, data) in enumerate(_numbered_lines(file)):
-            item = _read_line(data, index, line, defaults)
-            yield _refuse_second_use(item, seen)
+            yield ids.check(_read_line(data, index, line, defaults))
 
 
 def count_requests(path: str | Path) -> int | None:
@@ -108,18 +115,28 @@ def _skip_rest_of_line(file: BinaryIO) -> None:
 
 
 def _read_line(data: bytes, index: int, line: int, defaults: SamplingParams) -> Request | RequestError:
-    custom_id = None
+    obj: dict[str, Any] = {}
+    content_hash = hashlib.blake2b(data.strip(), digest_size=8).hexdigest()
     try:
         obj, problem = _parse_object(data)
-        custom_id = find_custom_id(obj)
         if problem is not None:
             raise problem
-        return build_request(obj, index, line, defaults)
+        request = build_request(obj, index, line, defaults)
+        request.content_hash = content_hash
+        return request
     except FieldError as error:
         code, message = error.code, str(error)
     except RecursionError:  # from the parser, or from showing a deeply nested value in a message
         code, message = "invalid_json", "the JSON is nested too deeply"
-    return RequestError(index, line, _if_encodable(custom_id), code, _shorten(f"line {line}: {message}"))
+    return RequestError(
+        index,
+        line,
+        _if_encodable(find_custom_id(obj)),
+        code,
+        _shorten(f"line {line}: {message}"),
+        is_batch_line(obj),
+        content_hash,
+    )
 
 
 def _shorten(message: str) -> str:
@@ -210,13 +227,44 @@ def _if_encodable(custom_id: str | None) -> str | None:
     return custom_id if custom_id is not None and _is_encodable(custom_id) else None
 
 
-def _refuse_second_use(item: Request | RequestError, seen: set[int]) -> Request | RequestError:
-    """Note the item's id; where it was used before, the line becomes an error."""
-    if item.custom_id is None:
-        return item
-    key = hash(item.custom_id)
-    if key not in seen:
-        seen.add(key)
-        return item
-    message = f"line {item.line}: custom_id {item.custom_id!r} was used by an earlier line"
-    return RequestError(item.index, item.line, item.custom_id, "duplicate_custom_id", _shorten(message))
+class _Ids:
+    """The ids used so far; as hashes, a few bytes for each, however long they are."""
+
+    def __init__(self, auto_id: bool) -> None:
+        self._auto_id = auto_id
+        self._seen: set[int] = set()
+
+    def check(self, item: Request | RequestError) -> Request | RequestError:
+        """The item; with an id of its own, or as an error where its id cannot be used."""
+        if self._auto_id and isinstance(item, Request):
+            self._make_unique(item)
+        if item.custom_id is None:
+            is_missing = isinstance(item, Request) and item.endpoint is not None
+            return (
+                _refused(item, "missing_field", "custom_id is missing; a batch line needs one") if is_missing else item
+            )
+        if self._is_new(item.custom_id):
+            return item
+        return _refused(item, "duplicate_custom_id", f"custom_id {item.custom_id!r} was used by an earlier line")
+
+    def _make_unique(self, request: Request) -> None:
+        """Ids from the line's index, which a resumed run finds again."""
+        given = request.custom_id
+        if given is not None and hash(given) not in self._seen:
+            return
+        request.custom_id = new = f"row-{request.index}" if given is None else f"{given}-{request.index}"
+        while hash(request.custom_id) in self._seen:
+            request.custom_id += "+"
+        if given is not None:
+            request.notes += (f"custom_id {given!r} was used by an earlier line; this one became {new!r}",)
+
+    def _is_new(self, custom_id: str) -> bool:
+        count = len(self._seen)
+        self._seen.add(hash(custom_id))
+        return len(self._seen) > count
+
+
+def _refused(item: Request | RequestError, code: str, message: str) -> RequestError:
+    is_batch = item.endpoint is not None if isinstance(item, Request) else item.is_batch_line
+    message = _shorten(f"line {item.line}: {message}; --auto-id gives such lines ids of their own")
+    return RequestError(item.index, item.line, item.custom_id, code, message, is_batch, item.content_hash)

@@ -56,8 +56,9 @@ def run_fidelity(args: argparse.Namespace, argv: Sequence[str]) -> int:
     runs = _check(args)
     from fastdecode_hpc.bench.fidelity_figures import format_table
     from fastdecode_hpc.log import set_up_logging
+    from fastdecode_hpc.model_files import resolve_model
     from fastdecode_hpc.s_part.build import build_s_part
-    from fastdecode_hpc.s_part.weights import read_model_config, resolve_model
+    from fastdecode_hpc.s_part.weights import read_model_config
 
     set_up_logging(0)
     path = resolve_model(args.model)

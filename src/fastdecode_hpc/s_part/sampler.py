@@ -1,6 +1,6 @@
 """From logits to the next tokens: greedy or sampled, each row by its own settings.
 
-Random numbers come from a counter-based generator keyed by (seed, request index, choice, token index),
+Random numbers come from a counter-based generator keyed by (seed, noise key, choice, token index),
 so a row's result never depends on its neighbours, on the batch or on the number of ranks.
 
 `choose` enqueues everything on the logits' device without looking at a value, `pack` makes one tensor of it, and
@@ -33,9 +33,9 @@ class Sampled(NamedTuple):
     is_finite: bool  # False: the row's logits held NaN or infinity, `token` means nothing
 
 
-def uniform(seed: int, index: int, choice: int, token_index: int) -> float:
-    """The row's random number in [0, 1): Philox keyed by (seed, index), counting (token_index, choice)."""
-    key, counter = np.array([seed, index], np.uint64), np.array([0, 0, token_index, choice], np.uint64)
+def uniform(seed: int, noise_key: int, choice: int, token_index: int) -> float:
+    """The row's random number in [0, 1): Philox keyed by (seed, noise_key), counting (token_index, choice)."""
+    key, counter = np.array([seed, noise_key], np.uint64), np.array([0, 0, token_index, choice], np.uint64)
     raw = np.random.Philox(key=key, counter=counter).random_raw()
     return (int(raw) >> 11) * 2.0**-53
 
@@ -118,7 +118,7 @@ def _draw(logits: Tensor, seqs: list[Sequence], put: Put) -> Tensor:
     probs = _filter(scaled, seqs, put)
     # float64: with 100k tokens a float32 running sum loses the tail.
     cdf = probs.double().cumsum(dim=-1)
-    u = torch.tensor([[uniform(s.seed, s.index, s.choice, len(s.output_ids))] for s in seqs], dtype=torch.float64)
+    u = torch.tensor([[uniform(s.seed, s.noise_key, s.choice, len(s.output_ids))] for s in seqs], dtype=torch.float64)
     target = put(u) * cdf[:, -1:]
     picks = torch.searchsorted(cdf, target, right=True).squeeze(-1)
     # Rounding can put the target on the very end: the last token with any mass is meant then.

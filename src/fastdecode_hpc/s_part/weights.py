@@ -21,7 +21,6 @@ from fastdecode_hpc.s_part.checkpoint import (
     checkpoint_dtype,
     open_checkpoint,
     read_model_config,
-    resolve_model,
 )
 
 __all__ = [
@@ -31,7 +30,6 @@ __all__ = [
     "dummy_weights",
     "load_weights",
     "read_model_config",
-    "resolve_model",
 ]
 
 _CHUNK_BYTES = 1 << 20  # of float32; bounds what a read holds beside the weights
@@ -97,7 +95,7 @@ def load_weights(
     Parameters
     ----------
     path : Path
-        As `resolve_model` gave it.
+        As `model_files.resolve_model` gave it.
     config : ModelConfig
         As `read_model_config` gave it.
     progress : callable, optional
