@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fastdecode_hpc.affinity import Cores, num_usable_cores
-from fastdecode_hpc.host import format_cores
+from fastdecode_hpc.host import format_bytes, format_cores
 from fastdecode_hpc.setup import RankSetup
 
 ThreadCores = tuple[Cores, ...]  # of one rank: the cores that each of its kernels' threads may run on
@@ -26,6 +26,7 @@ def placement_advice(ranks: Sequence[RankSetup], thread_cores: Sequence[ThreadCo
         *_spanning([rank for rank in ranks if rank.num_blocks and len(rank.numa_nodes) > 1]),
         *_too_few_cores([rank for rank, _ in crowded if len(rank.cores) < rank.threads]),
         *_bound_together([(rank, count) for rank, count in crowded if len(rank.cores) >= rank.threads]),
+        *_beyond_their_nodes([rank for rank in ranks if rank.kv_bytes > (rank.numa_memory_bytes or rank.kv_bytes)]),
         *_small_pages([rank for rank in ranks if rank.num_blocks and rank.huge_pages == "never"]),
     ]
 
@@ -64,6 +65,18 @@ def _bound_together(crowded: list[tuple[RankSetup, int]]) -> list[str]:
         f"{_names([rank for rank, _ in crowded])} lost cores after the start ({_where(rank)}: {rank.threads} threads "
         f"can use {_cores(count)} of the {len(rank.cores)} it started with). Unset OMP_PLACES, GOMP_CPU_AFFINITY, "
         "KMP_AFFINITY and OMP_THREAD_LIMIT, or set OMP_PROC_BIND=false"
+    ]
+
+
+def _beyond_their_nodes(ranks: list[RankSetup]) -> list[str]:
+    if not ranks:
+        return []
+    rank = ranks[0]
+    return [
+        f"{_names(ranks)} may hold more KV than their NUMA nodes have free ({_where(rank)}: "
+        f"{format_bytes(rank.kv_bytes)} of KV, {format_bytes(rank.numa_memory_bytes or 0)} free on nodes "
+        f"{format_cores(rank.numa_nodes)}), so a part of it would lie at another node. Lower --kv-memory-bytes, or "
+        "leave it out"
     ]
 
 

@@ -36,19 +36,22 @@ class HostInfo:
     numa_nodes: tuple[int, ...] = ()  # of its cores; empty: unknown
     siblings: tuple[tuple[int, ...], ...] = ()  # its cores, grouped by physical core
     huge_pages: str = ""  # always | madvise | never; empty: unknown
+    numa_memory_bytes: int | None = None  # that can still be taken on its NUMA nodes; None: unknown
 
 
 def look() -> HostInfo:
     """Describe this process's place."""
+    nodes = topology.numa_nodes(_CORES_AT_START)
     return HostInfo(
         host=socket.gethostname(),
         pid=os.getpid(),
         cores=_CORES_AT_START,
         memory_bytes=available_memory(),
         age_s=process_age(),
-        numa_nodes=topology.numa_nodes(_CORES_AT_START),
+        numa_nodes=nodes,
         siblings=topology.core_siblings(_CORES_AT_START),
         huge_pages=topology.huge_page_mode(),
+        numa_memory_bytes=topology.local_memory(nodes),
     )
 
 

@@ -38,6 +38,7 @@ class Accepted:
     request: Request
     seqs: list[Sequence]
     notes: list[str] = field(default_factory=list)
+    num_ended: int = 0  # of the sequences
 
 
 class Intake:

@@ -169,7 +169,8 @@ class Run:
     def _on_finished(self, seq: Sequence) -> None:
         self.stats.prompt_tokens += seq.prompt_len
         accepted = self._accepted[seq.seq_id]
-        if all(other.is_finished for other in accepted.seqs):
+        accepted.num_ended += 1
+        if accepted.num_ended == len(accepted.seqs):
             self._complete(self._completion(accepted))
 
     def _completion(self, accepted: Accepted) -> Completion:

@@ -48,6 +48,7 @@ class RankSetup:
     numa_nodes: tuple[int, ...] = ()  # of its cores; empty: unknown
     huge_pages: str = ""  # its host's mode; empty: unknown
     pin_cores: tuple[int, ...] = ()  # thread |-> core; empty: threads are left where they are
+    numa_memory_bytes: int | None = None  # that could still be taken on its NUMA nodes; None: unknown
     pinned: bool = False  # each thread has a core of its own, as read back; known at rank 0
 
     @property
@@ -177,6 +178,7 @@ def _decide_rank(
         start_s=hello.host.age_s,
         numa_nodes=hello.host.numa_nodes,
         huge_pages=hello.host.huge_pages,
+        numa_memory_bytes=hello.host.numa_memory_bytes,
         pin_cores=_pin_cores(run, hello, hellos) if hello.rank > 0 else (),
     )
 
@@ -257,7 +259,7 @@ def best_common_isa(run: RunConfig, hellos: list[Hello]) -> str:
 
 
 def kv_budget(run: RunConfig, hello: Hello, hellos: list[Hello], weights_bytes: int) -> int:
-    """Bytes of KV for one rank: as told, or its share of what its host has left.
+    """Bytes of KV for one rank: as told, or its share of what its host, and its NUMA nodes, have left.
 
     Raises
     ------
@@ -270,7 +272,7 @@ def kv_budget(run: RunConfig, hello: Hello, hellos: list[Hello], weights_bytes: 
     num_workers = sum(alone or other.rank > 0 for other in here)
     left = max(0, min(other.host.memory_bytes for other in here) - reserve)
     if run.kv_memory_bytes is None:
-        return int(left * KV_SHARE / num_workers)
+        return int(min(left / num_workers, _local_share(hello, here, reserve)) * KV_SHARE)
     if run.kv_memory_bytes * num_workers > left:
         raise ConfigError(
             f"--kv-memory-bytes is {format_bytes(run.kv_memory_bytes)} for each of {num_workers} R-workers on "
@@ -278,6 +280,17 @@ def kv_budget(run: RunConfig, hello: Hello, hellos: list[Hello], weights_bytes: 
             "taken off); lower it, or leave it out to use what is there"
         )
     return run.kv_memory_bytes
+
+
+def _local_share(hello: Hello, here: list[Hello], reserve: int) -> float:
+    """A rank's part of what is left on its own NUMA nodes: KV beyond it would lie at another socket."""
+    nodes, local = set(hello.host.numa_nodes), hello.host.numa_memory_bytes
+    if local is None:
+        return float("inf")
+    beside = [other for other in here if nodes & set(other.host.numa_nodes)]
+    if any(other.rank == 0 for other in beside):
+        local -= reserve
+    return max(0, local) / sum(other.rank > 0 or other is hello for other in beside)
 
 
 def num_parameters(model: ModelConfig) -> int:

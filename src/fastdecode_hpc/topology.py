@@ -22,6 +22,18 @@ def numa_nodes(cores: Cores, sysfs: Path = SYSFS) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
+def local_memory(nodes: Cores, sysfs: Path = SYSFS) -> int | None:
+    """Bytes of these NUMA nodes that can still be taken, page cache counted in; None where the kernel doesn't tell."""
+    total = 0
+    for node in nodes:
+        text = _read(sysfs / f"devices/system/node/node{node}/meminfo")
+        values = dict(re.findall(r"^Node \d+ (\S+):\s+(\d+) kB", text, re.MULTILINE))
+        if "MemFree" not in values:
+            return None
+        total += sum(int(values.get(name, 0)) for name in ("MemFree", "Inactive(file)", "SReclaimable")) * 1024
+    return total if nodes else None
+
+
 def core_siblings(cores: Cores, sysfs: Path = SYSFS) -> tuple[Cores, ...]:
     """These cores (the kernel's CPUs), grouped by the physical core whose hardware threads they are.
 

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from fastdecode_hpc import __version__, host
+from fastdecode_hpc.advice import placement_advice
 from fastdecode_hpc.config import ConfigError, ModelConfig, RunConfig
 from fastdecode_hpc.host import HostInfo
 from fastdecode_hpc.launch import Launch
@@ -103,6 +104,22 @@ def test_kv_is_a_share_of_what_its_host_has_left() -> None:
     assert kv_budget(RunConfig(kv_memory_bytes=77), hellos[1], hellos, weights_bytes=0) == 77
     with pytest.raises(ConfigError, match=r"5.0 GiB for each of 2 R-workers on n0, which has 9.0 GiB left"):
         kv_budget(RunConfig(kv_memory_bytes=5 * GIB), hellos[1], hellos, weights_bytes=0)
+
+
+def test_kv_stays_on_the_numa_nodes_of_its_rank() -> None:
+    def on_node(rank: int, node: int, local: int):
+        told = hello(rank, cores=(node,), memory=100 * GIB)
+        return dataclasses.replace(
+            told, host=dataclasses.replace(told.host, numa_nodes=(node,), numa_memory_bytes=local)
+        )
+
+    hellos = [on_node(0, 0, 40 * GIB), on_node(1, 0, 40 * GIB), on_node(2, 1, 10 * GIB), on_node(3, 1, 10 * GIB)]
+    first, second, third = (kv_budget(RunConfig(), one, hellos, weights_bytes=9 * GIB) for one in hellos[1:])
+    assert first == int(30 * GIB * 0.85)  # of the host's 90 GiB a third, and all of its node's 40 - 10
+    assert second == third == int(5 * GIB * 0.85)
+    setup = decide(hellos, kv_memory_bytes=12 * GIB)
+    said = placement_advice(setup.ranks, [()] * 4)
+    assert any("ranks 2-3 may hold more KV" in text and "10.0 GiB free on nodes 1" in text for text in said)
 
 
 def test_a_host_without_room_for_one_block_is_refused_with_the_arithmetic() -> None:

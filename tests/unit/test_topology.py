@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fastdecode_hpc.topology import core_siblings, huge_page_mode, numa_nodes, parse_cores
+from fastdecode_hpc.topology import core_siblings, huge_page_mode, local_memory, numa_nodes, parse_cores
 
 
 def make_host(sysfs: Path, *, nodes: dict[int, str], siblings: dict[int, str]) -> Path:
@@ -45,6 +45,17 @@ def test_hardware_threads_of_one_core_come_together(two_sockets: Path) -> None:
     assert core_siblings(tuple(range(7)), two_sockets) == ((0, 4), (1, 5), (2, 6), (3,))
     assert core_siblings((0, 1, 5), two_sockets) == ((0,), (1, 5))  # what the mask leaves out is not there
     assert core_siblings((6, 7), two_sockets) == ((6,), (7,))
+
+
+def test_memory_of_nodes_counts_what_can_be_freed(two_sockets: Path) -> None:
+    for node, free in ((0, 1000), (1, 500)):
+        text = f"Node {node} MemTotal:       99999 kB\nNode {node} MemFree:        {free} kB\n"
+        text += f"Node {node} Inactive(file): 20 kB\nNode {node} SReclaimable:   3 kB\nNode {node} Inactive: 7 kB\n"
+        (two_sockets / f"devices/system/node/node{node}/meminfo").write_text(text)
+    assert local_memory((0,), two_sockets) == 1023 * 1024
+    assert local_memory((0, 1), two_sockets) == (1023 + 523) * 1024
+    assert local_memory((0, 2), two_sockets) is None  # node 2 tells nothing
+    assert local_memory((), two_sockets) is None
 
 
 def test_a_host_that_tells_nothing_is_unknown(tmp_path: Path) -> None:
