@@ -16,6 +16,7 @@ CONTEXT = 48
 GOOD = {"prompt": "The capital of France is", "max_tokens": 5}
 USER = {"role": "user", "content": "Say hi"}
 FLAGS = ("--model", "smollm2", "--max-context-len", CONTEXT)
+ONE_THREAD = ("--threads", 1)
 
 
 def batch(custom_id: object, url: str = "/v1/chat/completions", **body: object) -> dict:
@@ -75,7 +76,9 @@ def input_file(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def records(input_file: Path, tmp_path_factory) -> list[dict]:
     output = tmp_path_factory.mktemp("hostile") / "out.jsonl"
-    done = fastdecode("generate", *FLAGS, "--input", input_file, "--output", output, "--ranks", 2, timeout=240)
+    done = fastdecode(
+        "generate", *FLAGS, *ONE_THREAD, "--input", input_file, "--output", output, "--ranks", 2, timeout=240
+    )
     assert done.returncode == 3, done.stderr
     return read_records(output)
 
@@ -95,8 +98,8 @@ def test_good_rows_are_as_if_alone(records: list[dict], tmp_path: Path) -> None:
     alone = [line for line, code in LINES if code is None and isinstance(line, dict)]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in alone))
     done = fastdecode(
-        "generate", *FLAGS, "--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl", "--max-batch-size", 3,
-        timeout=240,
+        "generate", *FLAGS, *ONE_THREAD, "--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl",
+        "--max-batch-size", 3, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     good = [record for record in records if code_of(record) is None]
@@ -158,7 +161,7 @@ def test_auto_id_and_cuts_let_such_lines_run(tmp_path: Path) -> None:
     lines = [batch(None), GOOD | {"custom_id": "a"}, GOOD | {"custom_id": "a"}, {"prompt": [5] * 500, "max_tokens": 3}]
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     files = ("--input", tmp_path / "in.jsonl", "--output", tmp_path / "out.jsonl")
-    done = fastdecode("generate", *FLAGS, *files, "--auto-id", "--overlong", "truncate-left", timeout=240)
+    done = fastdecode("generate", *FLAGS, *ONE_THREAD, *files, "--auto-id", "--overlong", "truncate-left", timeout=240)
     assert done.returncode == 0, done.stderr
     records = read_records(tmp_path / "out.jsonl")
     assert [record["custom_id"] for record in records] == ["row-0", "a", "a-2", "row-3"]
