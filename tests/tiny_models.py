@@ -105,6 +105,8 @@ def mixed_requests(seed: int = 1) -> list[dict]:
             params |= {"temperature": 0.9, "top_p": 0.9, "seed": index}
         if index % 6 == 2:
             params |= {"temperature": 1.2, "top_k": 7, "repetition_penalty": 1.3}
+        if index % 5 == 3:
+            params |= {"presence_penalty": 0.8, "frequency_penalty": 0.5, "logit_bias": [[7, 1.5]]}
         prompt = random_prompt(rng.choice([1, 3, 17, 32, 33, 70, 150]), seed=index)
         requests.append({"index": index, "prompt": prompt, "params": params})
     return requests

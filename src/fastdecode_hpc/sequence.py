@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,7 +48,7 @@ class SamplingParams:
     presence_penalty, frequency_penalty : float
         Taken off the logits of tokens in the output: the first once, the second as often as they are there.
     logit_bias : tuple of (int, float)
-        Added to the logits of these tokens.
+        Added to the logits of these tokens; -100 in effect bans one, 100 allows no other. A dict will do.
     n : int
         Outputs of each prompt.
     seed : int or None
@@ -56,7 +58,8 @@ class SamplingParams:
     ignore_eos : bool
         Go on after an end-of-sequence token.
     logprobs : int or None
-        Report the log-probability of each token and of this many most likely ones.
+        Report the log-probability of each token and of this many most likely ones, as the model gives them: before
+        bias, penalties, temperature and filters.
 
     Raises
     ------
@@ -88,6 +91,8 @@ class SamplingParams:
         _check_range("repetition_penalty", self.repetition_penalty, 0.0, math.inf, open_low=True)
         _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        # Hashable, each token once, from a dict too.
+        object.__setattr__(self, "logit_bias", tuple(dict(self.logit_bias).items()))
         for token, bias in self.logit_bias:
             _check_whole("a token of logit_bias", token, 0)
             _check_range(f"logit_bias of token {token}", bias, -100.0, 100.0)
@@ -102,6 +107,10 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 @dataclass(slots=True)
@@ -143,6 +152,34 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
+class TokenCounts:
+    """Distinct tokens of a prompt and its output, kept up to date at the cost of one token a step.
+
+    Attributes
+    ----------
+    ids : array of int
+        The tokens, in the order of their first appearance.
+    num_generated : array of int
+        How often each stands in the output.
+    """
+
+    def __init__(self, prompt_ids: Iterable[int]) -> None:
+        self.ids = array("i", dict.fromkeys(prompt_ids))
+        self.num_generated = array("i", [0]) * len(self.ids)
+        self._places = {token: place for place, token in enumerate(self.ids)}
+        self._num_counted = 0
+
+    def catch_up(self, output_ids: list[int]) -> None:
+        """Count the tokens that `output_ids`, which only grows, has more than last time."""
+        for token in output_ids[self._num_counted :]:
+            place = self._places.setdefault(token, len(self.ids))
+            if place == len(self.ids):
+                self.ids.append(token)
+                self.num_generated.append(0)
+            self.num_generated[place] += 1
+        self._num_counted = len(output_ids)
+
+
 @dataclass(slots=True)
 class Choice:
     """One output of a request."""
@@ -178,6 +215,7 @@ class Sequence:
     t_admitted_s: float = 0.0
     t_first_token_s: float = 0.0
     t_finished_s: float = 0.0
+    _counts: TokenCounts | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def prompt_len(self) -> int:
@@ -202,3 +240,10 @@ class Sequence:
     @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None or self.error is not None
+
+    def count_tokens(self) -> TokenCounts:
+        """Its tokens that are penalised and how often each was generated; those of the prompt only for repetition."""
+        if self._counts is None:
+            self._counts = TokenCounts(self.prompt_ids if self.params.repetition_penalty != 1.0 else ())
+        self._counts.catch_up(self.output_ids)
+        return self._counts

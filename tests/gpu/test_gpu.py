@@ -65,7 +65,10 @@ def test_tokens_are_those_of_a_cpu(case: tuple[Path, dict], ranks: int) -> None:
 def generate(folder: Path, on_step: Callable[[StepTimes], None], **options) -> int:
     """Complete 12 prompts on the GPU in one process; the number of tokens."""
     run_config = RunConfig(model=str(folder / "model"), kv_memory_bytes=4 << 20, threads=1, **{**GPU, **options})
-    params = SamplingParams(max_new_tokens=20, temperature=0.8, top_p=0.9, logprobs=2, repetition_penalty=1.1)
+    params = SamplingParams(
+        max_new_tokens=20, temperature=0.8, top_p=0.9, logprobs=2, repetition_penalty=1.1, presence_penalty=0.5,
+        logit_bias=((7, 1.0),),
+    )  # fmt: skip
     requests = [Request(i, None, random_prompt(40, seed=i), params=params) for i in range(12)]
     with Engine(run_config) as engine:
         stats = engine.run(iter(requests), Hooks(lambda completion: None, on_step=on_step))

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from launching import run_ranks
 from tiny_models import load_reference, make_checkpoint, mixed_requests, reference_logits
@@ -71,6 +72,19 @@ def test_tokens_of_quantised_caches_do_not_depend_on_ranks_or_batch(case, tmp_pa
         assert alone[0] != alone[2]  # int8, int4: codes were read
 
 
+def penalised(logits: torch.Tensor, tokens: list[int], params: dict) -> torch.Tensor:
+    """Logits of each of the tokens after bias and penalties, restated."""
+    logits = logits.clone()
+    for place, row in enumerate(logits):
+        for token, bias in params.get("logit_bias", ()):
+            row[token] += bias
+        for token in tokens[:place]:
+            row[token] -= params.get("frequency_penalty", 0.0)
+        for token in {*tokens[:place]}:
+            row[token] -= params.get("presence_penalty", 0.0)
+    return logits
+
+
 def test_greedy_rows_are_those_of_transformers(case) -> None:
     checkpoint, prompts, results = case
     model = load_reference(checkpoint)
@@ -80,4 +94,5 @@ def test_greedy_rows_are_those_of_transformers(case) -> None:
         assert len(tokens) == request["params"]["max_new_tokens"] or reason == "stop"
         if "temperature" not in request["params"]:
             logits = reference_logits(model, request["prompt"] + tokens)
-            assert tokens == logits[len(request["prompt"]) - 1 : -1].argmax(-1).tolist(), request["index"]
+            logits = penalised(logits[len(request["prompt"]) - 1 : -1], tokens, request["params"])
+            assert tokens == logits.argmax(-1).tolist(), request["index"]

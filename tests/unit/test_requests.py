@@ -238,6 +238,7 @@ def test_surrogate_pairs_are_characters(tmp_path):
         ({"prompt": "x", "logit_bias": [1]}, "invalid_field", "logit_bias is [1]"),
         ({"prompt": "x", "logit_bias": {"a": 1}}, "invalid_field", "keys must be token ids"),
         ({"prompt": "x", "logit_bias": {"-1": 1}}, "invalid_field", "keys must be token ids"),
+        ({"prompt": "x", "logit_bias": {"5": 1, "05": 1}}, "invalid_field", "keys must be token ids"),
         ({"prompt": "x", "logit_bias": {"9" * 5000: 1}}, "invalid_field", "keys must be token ids"),
         ({"prompt": "x", "logit_bias": {"5": 101}}, "invalid_field", "logit_bias of token 5 is 101"),
         ({"prompt": "x", "logit_bias": {"5": None}}, "invalid_field", "logit_bias of token 5 is None"),

@@ -293,7 +293,7 @@ def _read_logit_bias(bias: Any) -> tuple[tuple[int, float], ...]:
             "invalid_field", f'logit_bias is {_show(bias)}; it must be an object such as {{"50256": -100}}'
         )
     for token in bias:
-        if not re.fullmatch("[0-9]{1,10}", token):
+        if not re.fullmatch("0|[1-9][0-9]{0,9}", token):
             raise FieldError("invalid_field", f"logit_bias has the key {_show(token)}; keys must be token ids")
     return tuple((int(token), value) for token, value in bias.items())
 

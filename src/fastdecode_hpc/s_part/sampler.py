@@ -1,5 +1,9 @@
 """From logits to the next tokens: greedy or sampled, each row by its own settings.
 
+First bias and penalties change single logits (`s_part.penalties`), of greedy rows too; then the temperature, top-k,
+top-p and min-p follow, and one token is drawn. Log-probabilities are reported of the model's own distribution, which
+none of this has touched (as the OpenAI API does and vLLM's default, `raw_logprobs`).
+
 Random numbers come from a counter-based generator keyed by (seed, noise key, choice, token index),
 so a row's result never depends on its neighbours, on the batch or on the number of ranks.
 
@@ -10,7 +14,6 @@ so a row's result never depends on its neighbours, on the batch or on the number
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Ordered
 from typing import NamedTuple
 
@@ -18,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fastdecode_hpc.sequence import Sequence, TokenLogprob
-
-Put = Callable[[Tensor], Tensor]  # brings a small host tensor to the device of the logits
+from fastdecode_hpc.s_part.penalties import Put, adjust
+from fastdecode_hpc.s_part.philox import uniform
+from fastdecode_hpc.sequence import MAX_LOGPROBS, Sequence, TokenLogprob
 
 MIN_TEMPERATURE = 1e-6  # below it only the most likely token has any mass in float32
 
@@ -33,18 +36,11 @@ class Sampled(NamedTuple):
     is_finite: bool  # False: the row's logits held NaN or infinity, `token` means nothing
 
 
-def uniform(seed: int, noise_key: int, choice: int, token_index: int) -> float:
-    """The row's random number in [0, 1): Philox keyed by (seed, noise_key), counting (token_index, choice)."""
-    key, counter = np.array([seed, noise_key], np.uint64), np.array([0, 0, token_index, choice], np.uint64)
-    raw = np.random.Philox(key=key, counter=counter).random_raw()
-    return (int(raw) >> 11) * 2.0**-53
-
-
 class Choices(NamedTuple):
-    """What was chosen for some rows, on the device of their logits."""
+    """What was chosen for some rows, on the device of their logits; float64, which holds ids and float32 exactly."""
 
-    rows: Tensor  # [num_rows, 2] float64: the token, whether all logits of the row are finite
-    logprobs: list[Tensor]  # of each row that asks for them: [1 + 2 * num_top] float64
+    rows: Tensor  # [num_rows, 2]: the token, whether all logits of the row are finite
+    logprobs: Tensor | None  # [num_rows that ask for it, 1 + 2 * num_top], see `_report`
 
 
 def choose(logits: Tensor, seqs: list[Sequence], put: Put) -> Choices:
@@ -53,58 +49,86 @@ def choose(logits: Tensor, seqs: list[Sequence], put: Put) -> Choices:
     Parameters
     ----------
     logits : Tensor
-        ``[num_rows, vocab] float32``; changed in place by repetition penalties.
+        ``[num_rows, vocab] float32``; changed in place by bias and penalties.
     seqs : list of Sequence
         One a row.
     put : callable
     """
     with torch.inference_mode():
-        for row, seq in enumerate(seqs):
-            if seq.params.repetition_penalty != 1.0:
-                _penalise(logits[row], seq, put)
-        tokens = logits.argmax(dim=-1)
-        drawn = [row for row, seq in enumerate(seqs) if not seq.params.is_greedy]
-        if drawn:
-            rows = put(torch.tensor(drawn))
-            tokens.index_copy_(0, rows, _draw(logits[rows], [seqs[row] for row in drawn], put))
-        forced = [(row, seq.forced_id) for row, seq in enumerate(seqs) if seq.forced_id is not None]
-        if forced:  # a rebuilt sequence repeats its tokens
-            places, ids = put(torch.tensor(forced)).unbind(dim=1)
-            tokens.index_copy_(0, places, ids)
+        reported = _own_logprobs(logits, seqs, put)
+        adjust(logits, seqs, put)
+        tokens = _choose_tokens(logits, seqs, put)
         finite = torch.isfinite(logits).all(dim=-1)
         return Choices(
             torch.stack((tokens.double(), finite.double()), dim=1),
-            [
-                _logprob(logits[row], tokens[row : row + 1], seq.params.logprobs)
-                for row, seq in enumerate(seqs)
-                if seq.params.logprobs is not None
-            ],
+            None if reported is None else _report(reported.logprobs, tokens[reported.rows]),
         )
 
 
 def pack(choices: Ordered[Choices]) -> Tensor:
-    """Choices of consecutive rows in one tensor, ``[num_values]`` float64 (which holds ids and float32 exactly)."""
+    """Choices of consecutive rows in one tensor, ``[num_values]`` float64."""
     with torch.inference_mode():
         rows = [block.rows.flatten() for block in choices]
-        return torch.cat([*rows, *(logprobs for block in choices for logprobs in block.logprobs)])
+        return torch.cat([*rows, *(block.logprobs.flatten() for block in choices if block.logprobs is not None)])
 
 
 def unpack(values: list[float], seqs: list[Sequence]) -> list[Sampled]:
     """The results of all rows from the values of `pack`."""
-    rest = itertools.islice(values, 2 * len(seqs), None)
+    num_reporting = sum(seq.params.logprobs is not None for seq in seqs)
+    size = (len(values) - 2 * len(seqs)) // max(1, num_reporting)
+    starts = itertools.count(2 * len(seqs), size)
     results = []
     for row, seq in enumerate(seqs):
-        token, is_finite = int(values[2 * row]), bool(values[2 * row + 1])
-        logprob = None if seq.params.logprobs is None else _read_logprob(token, rest, seq.params.logprobs)
+        token, is_finite, logprob = int(values[2 * row]), bool(values[2 * row + 1]), None
+        if seq.params.logprobs is not None:
+            start = next(starts)
+            logprob = _read_report(token, values[start : start + size], seq.params.logprobs)
         results.append(Sampled(token, logprob if is_finite else None, is_finite))
     return results
 
 
-def _penalise(logits: Tensor, seq: Sequence, put: Put) -> None:
-    """Divide positive and multiply negative logits of every token in prompt or output (CTRL, section 4.1)."""
-    seen = put(torch.tensor(sorted({*seq.prompt_ids, *seq.output_ids})))
-    values, penalty = logits[seen], seq.params.repetition_penalty
-    logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
+class _Reported(NamedTuple):
+    """Rows whose log-probabilities are asked for."""
+
+    rows: Tensor  # [num_reported] int64
+    logprobs: Tensor  # [num_reported, vocab] float32, as the model gives them
+
+
+def _own_logprobs(logits: Tensor, seqs: list[Sequence], put: Put) -> _Reported | None:
+    reporting = [row for row, seq in enumerate(seqs) if seq.params.logprobs is not None]
+    if not reporting:
+        return None
+    rows = put(torch.tensor(reporting))
+    return _Reported(rows, logits[rows].log_softmax(dim=-1))
+
+
+def _report(logprobs: Tensor, tokens: Tensor) -> Tensor:
+    """Log-probabilities of the row's token and of the best ones, and the ids of those.
+
+    As many as can be asked for, whatever the rows ask: which of two equal ones comes first may depend on how many.
+    """
+    best = logprobs.topk(min(MAX_LOGPROBS, logprobs.shape[-1]))
+    own = logprobs.gather(1, tokens[:, None])
+    return torch.cat((own.double(), best.values.double(), best.indices.double()), dim=1)
+
+
+def _read_report(token: int, values: Ordered[float], num_top: int) -> TokenLogprob:
+    own, best, ids = values[0], values[1 : 1 + len(values) // 2], values[1 + len(values) // 2 :]
+    return TokenLogprob(token, own, tuple(zip(map(int, ids[:num_top]), best[:num_top], strict=True)))
+
+
+def _choose_tokens(logits: Tensor, seqs: list[Sequence], put: Put) -> Tensor:
+    """``[num_rows] int64``: the most likely token, one that was drawn, or the one that is known beforehand."""
+    tokens = logits.argmax(dim=-1)
+    drawn = [row for row, seq in enumerate(seqs) if not seq.params.is_greedy]
+    if drawn:
+        rows = put(torch.tensor(drawn))
+        tokens.index_copy_(0, rows, _draw(logits[rows], [seqs[row] for row in drawn], put))
+    forced = [(row, seq.forced_id) for row, seq in enumerate(seqs) if seq.forced_id is not None]
+    if forced:  # a rebuilt sequence repeats its tokens
+        rows, ids = put(torch.tensor(forced)).unbind(dim=1)
+        tokens.index_copy_(0, rows, ids)
+    return tokens
 
 
 def _draw(logits: Tensor, seqs: list[Sequence], put: Put) -> Tensor:
@@ -118,8 +142,8 @@ def _draw(logits: Tensor, seqs: list[Sequence], put: Put) -> Tensor:
     probs = _filter(scaled, seqs, put)
     # float64: with 100k tokens a float32 running sum loses the tail.
     cdf = probs.double().cumsum(dim=-1)
-    u = torch.tensor([[uniform(s.seed, s.noise_key, s.choice, len(s.output_ids))] for s in seqs], dtype=torch.float64)
-    target = put(u) * cdf[:, -1:]
+    names = np.array([[s.seed, s.noise_key, s.choice, len(s.output_ids)] for s in seqs], np.uint64)
+    target = put(torch.from_numpy(uniform(names))[:, None]) * cdf[:, -1:]
     picks = torch.searchsorted(cdf, target, right=True).squeeze(-1)
     # Rounding can put the target on the very end: the last token with any mass is meant then.
     last = probs.shape[-1] - 1 - (probs > 0).flip(-1).int().argmax(dim=-1)
@@ -147,16 +171,3 @@ def _keep_best(probs: Tensor, seqs: list[Sequence], put: Put) -> Tensor:
     before = best.cumsum(dim=-1) - best
     kept = best.masked_fill(before >= top_p * best.sum(dim=-1, keepdim=True), 0.0)
     return torch.zeros_like(probs).scatter_(-1, order.indices, kept.to(probs.dtype))
-
-
-def _logprob(logits: Tensor, token: Tensor, num_top: int) -> Tensor:
-    """Log-probabilities of one row before temperature and filters: of `token`, of the `num_top` best, and their ids."""
-    logprobs = logits.log_softmax(dim=-1)
-    best = logprobs.topk(num_top)
-    return torch.cat((logprobs[token].double(), best.values.double(), best.indices.double()))
-
-
-def _read_logprob(token: int, values: Iterator[float], num_top: int) -> TokenLogprob:
-    own, *rest = itertools.islice(values, 1 + 2 * num_top)
-    best, ids = rest[:num_top], rest[num_top:]
-    return TokenLogprob(token, own, tuple(zip(map(int, ids), best, strict=True)))
