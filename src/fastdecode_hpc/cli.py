@@ -32,7 +32,9 @@ SAMPLING_HELP = {
     "top_k": "keep the K most likely tokens; 0: all",
     "top_p": "keep the smallest set of tokens of this mass",
     "min_p": "keep tokens at least this times as likely as the most likely one",
-    "repetition_penalty": "above 1 makes tokens that were seen less likely",
+    "repetition_penalty": "above 1 makes tokens that were seen, in prompt or output, less likely",
+    "presence_penalty": "taken off the logits of tokens in the output, once",
+    "frequency_penalty": "taken off the logits of tokens in the output, as often as they are there",
 }
 
 

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from fastdecode_hpc.s_part.philox import uniform
 
 LARGEST = 2**64 - 1
-NAMES = st.tuples(*[st.integers(0, LARGEST)] * 4)  # seed, index, choice, index of the token
+NAMES = st.tuples(*[st.integers(0, LARGEST)] * 4)  # seed, noise key, choice, index of the token
 
 
-def uniform_of_one(seed: int, index: int, choice: int, token_index: int) -> float:
-    key, counter = np.array([seed, index], np.uint64), np.array([0, 0, token_index, choice], np.uint64)
+def uniform_of_one(seed: int, noise_key: int, choice: int, token_index: int) -> float:
+    key, counter = np.array([seed, noise_key], np.uint64), np.array([0, 0, token_index, choice], np.uint64)
     return np.random.Generator(np.random.Philox(key=key, counter=counter)).random()
 
 

@@ -25,7 +25,8 @@ def sample(logits: torch.Tensor, seqs: list[Sequence]) -> list[Sampled]:
 
 
 def make_seq(seq_id: int = 0, *, seed: int = 0, output: tuple[int, ...] = (), **settings_) -> Sequence:
-    return Sequence(seq_id, seq_id, [3, 4], SamplingParams(**settings_), 10, seed=seed, output_ids=list(output))
+    params, outputs = SamplingParams(**settings_), list(output)
+    return Sequence(seq_id, seq_id, [3, 4], params, 10, seed=seed, noise_key=seq_id, output_ids=outputs)
 
 
 def random_logits(rows: int, seed: int = 0) -> torch.Tensor:
@@ -68,7 +69,7 @@ def expected_probs(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
 def expected_number(seq: Sequence) -> float:
     """The row's random number, from a generator of its own."""
     counter = [0, 0, len(seq.output_ids), seq.choice]
-    key = np.array([seq.seed, seq.index], np.uint64)
+    key = np.array([seq.seed, seq.noise_key], np.uint64)
     return np.random.Generator(np.random.Philox(key=key, counter=counter)).random()
 
 
@@ -93,7 +94,8 @@ SEQS = st.lists(
     st.builds(
         Sequence,
         seq_id=st.just(0),
-        index=st.integers(0, 1000),
+        index=st.just(0),
+        noise_key=st.integers(0, 2**64 - 1),
         prompt_ids=st.lists(TOKENS, min_size=1, max_size=8),
         params=PARAMS,
         max_new_tokens=st.just(100),
@@ -159,7 +161,7 @@ def test_frequencies_follow_the_distribution() -> None:
     logits = random_logits(1)
     params = SamplingParams(temperature=1.3, top_p=0.9)
     count = 4000
-    seqs = [Sequence(i, i, [1], params, 4) for i in range(count)]
+    seqs = [Sequence(i, i, [1], params, 4, noise_key=i) for i in range(count)]
     tokens = [s.token for s in sample(logits.repeat(count, 1), seqs)]
     got = np.bincount(tokens, minlength=VOCAB) / count
     want = expected_probs(logits[0].numpy(), params)
@@ -199,7 +201,7 @@ def test_a_rebuilt_sequence_goes_on_as_if_nothing_had_happened(temperature: floa
     logits = random_logits(1) + random_logits(30, seed=1) / 3  # of each step; much alike, so that penalties matter
 
     def generate(forced_ids: tuple[int, ...]) -> tuple[list[int], list[Sampled]]:
-        seq = Sequence(0, 5, [3, 4, 3], params, 30, seed=2, forced_ids=forced_ids)
+        seq = Sequence(0, 5, [3, 4, 3], params, 30, seed=2, noise_key=5, forced_ids=forced_ids)
         results = []
         for step in range(30):
             results += sample(logits[step : step + 1].clone(), [seq])
