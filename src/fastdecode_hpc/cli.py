@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from fastdecode_hpc import __version__
 from fastdecode_hpc.bench import command as bench_command
 from fastdecode_hpc.config import ConfigError, RunConfig
+from fastdecode_hpc.files import OutputError
 from fastdecode_hpc.host import parse_bytes, process_age
 from fastdecode_hpc.launch import announce, detect, launch
 from fastdecode_hpc.sequence import SamplingParams
@@ -227,6 +228,8 @@ def _run_rank(run: RunConfig, files: JobFiles, time_budget_s: float | None, worl
 
     stop = StopRequest(find_deadline(time_budget_s, process_age()))
     stop.install()
+    if world is not None:
+        stop.on_asked = world.control.alive  # whoever asks gets on, be it a job that waits for standard input
     job = Job(files, run, stop)
     engine = Engine(run, world=world, preflight=job.check, stop_requested=stop)
     try:
@@ -234,12 +237,12 @@ def _run_rank(run: RunConfig, files: JobFiles, time_budget_s: float | None, worl
             return job.run(engine)
         engine.work()
         return 0
-    except ConfigError as error:
+    except (ConfigError, OutputError) as error:
         if world is None:
             raise
         # The others are at work already and wait for plans; nothing collective is possible any more.
         print(f"fastdecode: {error}", file=sys.stderr, flush=True)
-        world.abort(2)
+        world.abort(2 if isinstance(error, ConfigError) else 1)
         raise
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from fastdecode_hpc import host, startup
 from fastdecode_hpc.config import ConfigError, RunConfig
+from fastdecode_hpc.files import OutputError
 from fastdecode_hpc.launch import detect
 from fastdecode_hpc.log import set_up_logging
 from fastdecode_hpc.model_files import resolve_model
@@ -33,8 +34,9 @@ if TYPE_CHECKING:
     from fastdecode_hpc.s_part.model import SPart
     from fastdecode_hpc.tokenizer import Tokenizer
     from fastdecode_hpc.transport.base import REnd, SEnd
-    from fastdecode_hpc.transport.mpi import Progress, World
+    from fastdecode_hpc.transport.mpi import World
     from fastdecode_hpc.transport.mpi_comms import WireShape
+    from fastdecode_hpc.transport.mpi_progress import Progress
     from fastdecode_hpc.transport.mpi_r_end import MpiREnd
 
 
@@ -56,7 +58,7 @@ def connect(run: RunConfig) -> World | None:
         return None
     from fastdecode_hpc.transport.mpi import init_mpi
 
-    return init_mpi()
+    return init_mpi(run.watchdog_s)
 
 
 def run_as_rank(run: RunConfig, work: Callable[[World | None], int]) -> int:
@@ -71,6 +73,9 @@ def run_as_rank(run: RunConfig, work: Callable[[World | None], int]) -> int:
     except ConfigError as error:
         print(f"fastdecode: {error}", file=sys.stderr)
         code = 2
+    except OutputError as error:
+        print(f"fastdecode: {error}", file=sys.stderr)
+        code = 1
     except Dismissed as end:
         code = end.code
     if world is not None:
@@ -155,14 +160,13 @@ class Engine:
         """Make the KV partition or load the weights; what goes wrong on rank 0 ends all ranks in order."""
         if self.world is not None:
             self.clocks = self.world.align_clocks() or self.clocks
-        self._make_partition()
-        self.setup = startup.tell_placement(self.world, self.setup, self._place_threads())
         problem: ConfigError | None = None
-        if self.is_s_rank:
-            try:
+        try:
+            self.setup = startup.tell_placement(self.world, self.setup, self._settle())
+            if self.is_s_rank:
                 self._load(on_load)
-            except ConfigError as error:
-                problem = error
+        except ConfigError as error:
+            problem = error
         if self.world is not None:
             problem = self.world.bcast(problem)
         if problem is not None:
@@ -170,6 +174,12 @@ class Engine:
 
     def _load(self, on_load: Callable[[int, int], None] | None) -> None:
         from fastdecode_hpc.s_part.build import build_s_part
+
+        def tell(done: int, total: int) -> None:
+            if self.world is not None:
+                self.world.control.alive()
+            if on_load is not None:
+                on_load(done, total)
 
         assert self.model_path is not None
         started = time.perf_counter()
@@ -180,9 +190,17 @@ class Engine:
             self.model_path,
             threads=self.me.threads,
             max_context_len=self.setup.max_context_len,
-            progress=on_load,
+            progress=tell,
         )
         self.t_load_s = time.perf_counter() - started
+
+    def _settle(self) -> ThreadCores | ConfigError:
+        """Make the KV partition and bind its threads; the cores that each may run on, or what is wrong."""
+        try:
+            self._make_partition()
+        except ConfigError as error:
+            return error
+        return self._place_threads()
 
     def _make_partition(self) -> None:
         if not self.me.num_blocks:
@@ -192,12 +210,27 @@ class Engine:
 
         assert self.me.isa is not None
         select_isa(self.me.isa)
-        self._partition = KVPartition(self.setup.layout, self.me.num_blocks, num_threads=self.me.threads)
+        try:
+            self._partition = KVPartition(self.setup.layout, self.me.num_blocks, num_threads=self.me.threads)
+        except (MemoryError, OSError) as error:
+            raise ConfigError(self._no_room(error)) from None
         self._attention = DecodeAttention(
             self._partition,
             num_heads=self.setup.model.num_heads,
             wire_dtype=self.run_config.wire_dtype,
             num_threads=self.me.threads,
+        )
+
+    def _no_room(self, error: Exception) -> str:
+        layout, blocks = self.setup.layout, self.me.num_blocks
+        sizes = [group.block_bytes(layout.block_size) for group in layout.groups]
+        total = host.format_bytes(sum(count * size for count, size in zip(blocks, sizes, strict=True)))
+        terms = " + ".join(
+            f"{count} blocks of {host.format_bytes(size)}" for count, size in zip(blocks, sizes, strict=True)
+        )
+        return (
+            f"rank {self.rank} on {self.me.host} cannot reserve {total} for its KV cache ({terms}): {error}; "
+            f"{host.describe_address_space()}; lower --kv-memory-bytes, or raise the limit"
         )
 
     def _place_threads(self) -> ThreadCores:
@@ -290,7 +323,7 @@ class Engine:
     def _huge_page_shares(self) -> dict[int, float]:
         """Share of each rank's KV memory in use that lies on huge pages, at rank 0; collective."""
         mine = self._partition.huge_page_share() if self.me.num_blocks else None
-        shares = [mine] if self.world is None else self.world.gather(mine, self.run_config.watchdog_s)
+        shares = [mine] if self.world is None else self.world.gather(mine, "last figures")
         return {rank: share for rank, share in enumerate(shares or ()) if share is not None}
 
     def _make_r_worker(self, r_end: REnd) -> RWorker:
@@ -318,7 +351,7 @@ class Engine:
         if self.world is None:
             from fastdecode_hpc.transport.local import make_local
 
-            s_end, r_end = make_local(self.setup.model.num_layers)
+            s_end, r_end = make_local(self.setup.model.num_layers, self.run_config.watchdog_s)
             s_end.drive(self._make_r_worker(r_end).stages())
             return s_end
         from fastdecode_hpc.transport.mpi_s_end import MpiSEnd
@@ -326,13 +359,14 @@ class Engine:
         return MpiSEnd(self.world, self._wire_shape(), self._progress(), self.clocks)
 
     def _progress(self) -> Progress:
-        from fastdecode_hpc.transport.mpi import Progress
+        from fastdecode_hpc.transport.mpi_progress import Progress
 
+        assert self.world is not None
         return Progress(
+            self.world.control,
             wait=self.me.wait,
             use_thread=self.me.use_progress_thread,
             thread_cores=self.me.spare_cores,
-            watchdog_s=self.run_config.watchdog_s,
         )
 
     def _wire_shape(self) -> WireShape:

@@ -25,3 +25,19 @@ def write_json(path: Path, value: Any) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.write_text(json.dumps(value, indent=2) + "\n")
     partial.replace(path)
+
+
+class OutputError(Exception):
+    """A file of results can't be written any more: the disk is full, a quota is used up, the file system fails.
+
+    Parameters
+    ----------
+    path : Path
+    error : OSError
+    """
+
+    def __init__(self, path: Path, error: OSError) -> None:
+        super().__init__(
+            f"{path} cannot be written: {error.strerror or error}; the records before are kept, so make room and go on "
+            "with the same output"
+        )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import socket
 import time
 from collections.abc import Mapping
@@ -172,6 +173,14 @@ def _read_number(path: Path) -> int | None:
     except OSError:
         return None
     return int(text) if text.isdigit() else None
+
+
+def describe_address_space() -> str:
+    """How much this process has mapped and may map, in words: limits that batch systems and shells set."""
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    most = "has no limit of its own (ulimit -v)" if limit < 0 else f"may map {format_bytes(limit)} (ulimit -v)"
+    return f"it has mapped {format_bytes(mapped)} and {most}"
 
 
 def process_age() -> float:

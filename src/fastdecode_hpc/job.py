@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +118,7 @@ class Job:
             with RecordWriter(files.output, responses, go_on_at=go_on_at) as self._writer:
                 if go_on_at is None:
                     self._start_anew()
-                write_json(files.status, {"state": "running", "exit_code": None})
+                self._put_status({"state": "running", "exit_code": None})
                 stats = self._run_reported() if files.report else self._run_requests(lambda times: None)
         except BaseException as error:
             self._tell_failure(error)
@@ -132,13 +131,18 @@ class Job:
         return code
 
     def _tell_failure(self, error: BaseException) -> None:
-        with suppress(OSError):  # what went wrong first is what the user has to see
-            self._write_status(EXIT_USAGE if isinstance(error, ConfigError) else EXIT_INTERNAL, reason=str(error))
+        self._write_status(EXIT_USAGE if isinstance(error, ConfigError) else EXIT_INTERNAL, reason=str(error))
 
     def _write_status(self, code: int, **more: Any) -> dict[str, Any]:
         status = {"state": STATE_OF_EXIT[code], "exit_code": code, "reason": None, **more}
-        write_json(self.files.status, status)
+        self._put_status(status)
         return status
+
+    def _put_status(self, status: dict[str, Any]) -> None:
+        try:
+            write_json(self.files.status, status)
+        except OSError as error:  # a full disk: it must not hide how the job ended, nor end one that goes on
+            logger.warning("%s cannot be written: %s", self.files.status, error.strerror)
 
     def _run_reported(self) -> RunStats:
         from fastdecode_hpc.report import ReportWriter

@@ -1,14 +1,18 @@
 """The HDF5 report of a run: written by rank 0 only, in pieces to a temporary name, renamed when complete.
 
+A file system that refuses HDF5 ends no run: what is left of the report then is its summary, as JSON.
+
 The only h5py import. Columns are chunked, compressed datasets with a ``units`` attribute.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
@@ -17,10 +21,14 @@ import h5py
 import numpy as np
 
 from fastdecode_hpc.config import ConfigError
+from fastdecode_hpc.files import write_json
 from fastdecode_hpc.timing import StepTimes
+
+logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 1
 FLUSH_ROWS = 4096
+H5_ERRORS = (OSError, RuntimeError)  # h5py has both for what the file system refuses, and for a full disk
 
 STEP_UNITS = {
     "step": "1",
@@ -83,6 +91,9 @@ def _make_column(file: h5py.File, path: str, unit: str) -> h5py.Dataset:
 class ReportWriter:
     """Collects a run's figures; the file appears under its name when the run is complete.
 
+    Where HDF5 can't write the file, now or later, a warning says so and `finish` writes attributes and summary to
+    `<path>.json` instead.
+
     Parameters
     ----------
     path : Path
@@ -90,37 +101,40 @@ class ReportWriter:
         Root attributes; what HDF5 can't hold is written as JSON text.
     ranks : sequence of int
         R-workers, one group ``/ranks/<r>`` each.
-
-    Raises
-    ------
-    ConfigError
-        If the file can't be made; the run then need not start.
     """
 
     def __init__(self, path: str | Path, attributes: Mapping[str, Any], ranks: tuple[int, ...]) -> None:
         self.path = Path(path)
         self._partial = self.path.with_name(f".{self.path.name}.{os.getpid()}.partial")
-        try:
-            self._file = h5py.File(self._partial, "w")
-        except OSError as error:
-            raise ConfigError(
-                f"the report {path} cannot be written: {error}; name another folder, or set "
-                "HDF5_USE_FILE_LOCKING=FALSE where the file system has no locks"
-            ) from None
-        _set_attributes(self._file, {"schema_version": SCHEMA_VERSION, **attributes})
-        self._steps = _Table(self._file, "steps", STEP_UNITS)
-        self._requests = _Table(self._file, "requests", REQUEST_UNITS)
-        self._ranks = {rank: _Table(self._file, f"ranks/{rank}", RANK_UNITS) for rank in ranks}
+        self._attributes = {"schema_version": SCHEMA_VERSION, **attributes}
+        self._file: h5py.File | None = None
+        with self._or_json():
+            self._file = _create(self._partial)
+            _set_attributes(self._file, self._attributes)
+            self._steps = _Table(self._file, "steps", STEP_UNITS)
+            self._requests = _Table(self._file, "requests", REQUEST_UNITS)
+            self._ranks = {rank: _Table(self._file, f"ranks/{rank}", RANK_UNITS) for rank in ranks}
+
+    @property
+    def fallback(self) -> Path:
+        """Where the summary goes if HDF5 can't write."""
+        return self.path.with_name(f"{self.path.name}.json")
 
     def add_step(self, times: StepTimes) -> None:
         """One step of one slot."""
-        self._steps.append({name: getattr(times, name) for name in STEP_UNITS})
-        for rank, rank_times in times.ranks.items():
-            self._ranks[rank].append({name: getattr(rank_times, name) for name in RANK_UNITS})
+        if self._file is None:
+            return
+        with self._or_json():
+            self._steps.append({name: getattr(times, name) for name in STEP_UNITS})
+            for rank, rank_times in times.ranks.items():
+                self._ranks[rank].append({name: getattr(rank_times, name) for name in RANK_UNITS})
 
     def add_request(self, values: Mapping[str, float]) -> None:
         """One finished request (`REQUEST_UNITS`)."""
-        self._requests.append(values)
+        if self._file is None:
+            return
+        with self._or_json():
+            self._requests.append(values)
 
     def finish(
         self, summary: Mapping[str, tuple[float, str]], kv_huge_pages: Mapping[int, float] = MappingProxyType({})
@@ -132,16 +146,53 @@ class ReportWriter:
         kv_huge_pages : mapping
             Share of the KV memory in use that lies on huge pages, by R-worker.
         """
+        if self._file is not None:
+            with self._or_json():
+                self._finish_file(self._file, summary, kv_huge_pages)
+                return
+        figures = {name: {"value": value, "units": unit} for name, (value, unit) in summary.items()}
+        attributes = json.loads(json.dumps(self._attributes, default=str))
+        try:
+            write_json(self.fallback, {"attributes": attributes, "summary": figures})
+        except OSError as error:
+            logger.warning("%s cannot be written either: %s", self.fallback, error.strerror)
+
+    def _finish_file(
+        self, file: h5py.File, summary: Mapping[str, tuple[float, str]], kv_huge_pages: Mapping[int, float]
+    ) -> None:
         for table in (self._steps, self._requests, *self._ranks.values()):
             table.flush()
         for name, (value, unit) in summary.items():
-            self._file.create_dataset(f"summary/{name}", data=value).attrs["units"] = unit
+            file.create_dataset(f"summary/{name}", data=value).attrs["units"] = unit
         for rank, share in kv_huge_pages.items():
-            self._file[f"ranks/{rank}"].attrs["kv_huge_pages"] = share
-        self._file.close()
-        with self._partial.open("rb") as file:
-            os.fsync(file.fileno())
+            file[f"ranks/{rank}"].attrs["kv_huge_pages"] = share
+        file.close()
+        with self._partial.open("rb") as written:
+            os.fsync(written.fileno())
         self._partial.replace(self.path)
+
+    @contextmanager
+    def _or_json(self) -> Iterator[None]:
+        """Give the HDF5 file up if it can't be written; the run goes on."""
+        try:
+            yield
+        except H5_ERRORS as error:
+            logger.warning(
+                "the report %s cannot be written: %s; the run goes on, and its summary will be in %s. Where the file "
+                "system has no locks, HDF5_USE_FILE_LOCKING=FALSE in the environment helps; else name another folder",
+                self.path,
+                str(error).partition("\n")[0],
+                self.fallback,
+            )
+            self._drop_file()
+
+    def _drop_file(self) -> None:
+        file, self._file = self._file, None
+        with suppress(*H5_ERRORS):
+            if file:
+                file.close()
+        with suppress(OSError):
+            self._partial.unlink(missing_ok=True)
 
     def __enter__(self) -> ReportWriter:
         return self
@@ -149,9 +200,15 @@ class ReportWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._file:
-            self._file.close()
-        self._partial.unlink(missing_ok=True)
+        self._drop_file()
+
+
+def _create(path: Path) -> h5py.File:
+    """A new file; on a file system without locks, without one: nobody else knows its temporary name."""
+    try:
+        return h5py.File(path, "w", locking="best-effort")
+    except AttributeError:  # an HDF5 library that can't be told
+        return h5py.File(path, "w")
 
 
 def _set_attributes(file: h5py.File, attributes: Mapping[str, Any]) -> None:

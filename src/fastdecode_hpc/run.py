@@ -125,6 +125,7 @@ class Run:
             on_finished=self._on_finished,
             on_step=self._on_step,
             stop_requested=lambda: self.stop_requested() or self.hooks.stop_requested(),
+            stall_s=config.watchdog_s,
         )
 
     def _make_prefill(self, device: Device, transport: SEnd, cast: WireCast) -> Prefill | GivenKV:

@@ -9,7 +9,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -82,6 +82,8 @@ class StopRequest:
     ----------
     reason : str or None
         Name of the first signal that came, e.g. ``"SIGUSR1"``, or the deadline's.
+    on_asked : callable
+        Called whenever somebody asks, which a main loop does that gets on.
 
     Notes
     -----
@@ -92,10 +94,12 @@ class StopRequest:
 
     def __init__(self, deadline: Deadline | None = None) -> None:
         self.reason: str | None = None
+        self.on_asked: Callable[[], None] = lambda: None
         self._deadline = deadline
         self._first_end_s: float | None = None
 
     def __call__(self) -> bool:
+        self.on_asked()
         if self.reason is None and self._deadline is not None and time.time() >= self._deadline.at_s:
             self.reason = self._deadline.name
         return self.reason is not None

@@ -66,7 +66,7 @@ def agree(
     hello = _say_hello(run, world, launched, isas)
     if world is None:
         return decide([_checked(hello)])
-    hellos = world.gather(hello)
+    hellos = world.gather(hello, "greeting")
     answer: Setup | ConfigError | Dismissed | None = None
     if hellos is not None:
         try:
@@ -83,22 +83,29 @@ def _take(world: World, answer: Setup | ConfigError | Dismissed) -> Setup:
     return answer
 
 
-def tell_placement(world: World | None, setup: Setup, mine: ThreadCores) -> Setup:
+def tell_placement(world: World | None, setup: Setup, mine: ThreadCores | ConfigError) -> Setup:
     """Print every rank's line, and what is wrong with its place, at rank 0; collective.
 
     Parameters
     ----------
-    mine : tuple of tuple of int
-        The cores that each of this rank's kernels' threads may run on; empty where no kernels run.
+    mine : tuple of tuple of int, or ConfigError
+        The cores that each of this rank's kernels' threads may run on; empty where no kernels run. Or why it can hold
+        no KV.
 
     Returns
     -------
     Setup
         With what the ranks found; at rank 0 only.
+
+    Raises
+    ------
+    ConfigError
+        On rank 0, if any rank gave one.
     """
-    everyone = [mine] if world is None else world.gather(mine)
-    if everyone is None:
+    found = [mine] if world is None else world.gather(mine, "KV cache and thread placement")
+    if found is None:
         return setup
+    everyone = [_checked_cores(entry) for entry in found]
     ranks = tuple(
         replace(rank, pinned=len(cores) == rank.threads and is_pinned(cores))
         for rank, cores in zip(setup.ranks, everyone, strict=True)
@@ -108,6 +115,12 @@ def tell_placement(world: World | None, setup: Setup, mine: ThreadCores) -> Setu
     for advice in placement_advice(ranks, everyone):
         logger.warning("%s", advice)
     return replace(setup, ranks=ranks)
+
+
+def _checked_cores(entry: ThreadCores | ConfigError) -> ThreadCores:
+    if isinstance(entry, ConfigError):
+        raise entry
+    return entry
 
 
 def _library() -> str:

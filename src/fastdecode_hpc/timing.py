@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -68,3 +68,35 @@ class StepTimes:
     def t_r_part(self) -> float:
         """Of the slowest R-worker."""
         return max((rank.t_r_part for rank in self.ranks.values()), default=0.0)
+
+
+class Patience:
+    """How long something may fail to happen.
+
+    Parameters
+    ----------
+    limit_s : float
+    gap_s : float
+        The most that counts of the time between two questions. A process that was suspended, or that was kept busy by
+        something else, could not see what happened meanwhile; without a bound a job that a batch system suspends
+        would be over as soon as it goes on.
+    clock : callable
+        Seconds, monotonic.
+    """
+
+    def __init__(self, limit_s: float, *, gap_s: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limit_s = limit_s
+        self._gap_s = gap_s
+        self._clock = clock
+        self.renew()
+
+    def renew(self) -> None:
+        """It happened: count from now on."""
+        self._spent_s, self._asked_s = 0.0, self._clock()
+
+    def is_over(self) -> bool:
+        """Whether it has failed to happen for the limit; to be asked more often than once in `gap_s`."""
+        now = self._clock()
+        self._spent_s += min(now - self._asked_s, self._gap_s)
+        self._asked_s = now
+        return self._spent_s > self.limit_s

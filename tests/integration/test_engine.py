@@ -8,6 +8,8 @@ import pytest
 
 from fastdecode_hpc.config import ConfigError, RunConfig
 from fastdecode_hpc.engine import Engine
+from fastdecode_hpc.schedule.admission import Admission
+from fastdecode_hpc.schedule.stall import StalledError
 from fastdecode_hpc.sequence import Request, SamplingParams
 from tiny_models import load_reference, make_checkpoint, random_prompt, reference_logits
 
@@ -176,3 +178,10 @@ def test_times_of_a_request_come_in_order(checkpoint: Path) -> None:
     for c in (first, second):
         assert 0 <= c.t_admitted_s < c.t_first_token_s < c.t_finished_s
     assert second.t_admitted_s > first.t_first_token_s  # it waited for the only place
+
+
+def test_a_run_in_which_nothing_happens_any_more_ends_with_its_state(checkpoint: Path, monkeypatch) -> None:
+    monkeypatch.setattr(Admission, "admit", lambda self, step: None)  # as if the cache were never given back
+    engine = make_engine(checkpoint, watchdog_s=0.3)
+    with pytest.raises(StalledError, match=r"for 0\.3 s .*(?s:.*)the next one waits .* rows: 0 in slot 0, 0 in slot 1"):
+        engine.generate([random_prompt(5)])

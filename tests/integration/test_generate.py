@@ -266,9 +266,45 @@ def test_files_must_differ(checkpoint: Path, tmp_path: Path) -> None:
 def test_an_output_that_fails_after_the_start_ends_all_ranks(checkpoint: Path, tmp_path: Path) -> None:
     path = write_requests(tmp_path / "in.jsonl", requests(2))
     # Passes the check before the run, as root may write anywhere, and fails when it is opened.
-    done = generate(tmp_path, checkpoint, path, "--ranks", 3, "--report", "/proc/fastdecode.h5", timeout=60)
+    done = generate(tmp_path, checkpoint, path, "--ranks", 3, "--output", "/proc/fastdecode.jsonl", timeout=60)
     assert done.returncode == 2, done.stderr
-    assert "/proc/fastdecode.h5 cannot be written" in done.stderr
+    assert "/proc/fastdecode.jsonl cannot be written" in done.stderr
+
+
+def test_a_report_that_cannot_be_written_costs_no_records(checkpoint: Path, tmp_path: Path) -> None:
+    done = generate(tmp_path, checkpoint, requests(4, max_new_tokens=2), "--report", "/proc/fastdecode.h5")
+    assert done.returncode == 0, done.stderr
+    assert len(read_records(tmp_path / "out.jsonl")) == 4
+    assert "HDF5_USE_FILE_LOCKING=FALSE" in done.stderr
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_full_disk_ends_the_run_with_1_and_what_is_written_is_whole(
+    checkpoint: Path, tmp_path: Path, ranks: int
+) -> None:
+    path = write_requests(tmp_path / "in.jsonl", requests(40, max_new_tokens=8))
+    most = 2500
+    # A limit on the size of files stands for a disk that is full; the launcher's own files are far smaller.
+    code = f"import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, ({most}, {most})); "
+    code += "runpy.run_module('fastdecode_hpc', run_name='__main__')"
+    command = [
+        *(mpiexec(ranks) if ranks > 1 else []),
+        sys.executable,
+        "-c",
+        code,
+        "generate",
+        "--model",
+        str(checkpoint),
+    ]
+    command += ["--input", str(path), "--output", str(tmp_path / "out.jsonl"), *SMALL, "--max-batch-size", "4"]
+    done = run_limited(command, timeout=60)
+    assert done.returncode not in (0, 2, 3, 4, 75), done.stderr
+    assert ranks > 1 or done.returncode == 1
+    assert f"{tmp_path / 'out.jsonl'} cannot be written: File too large" in done.stderr
+    assert "Traceback" not in done.stderr
+    *whole, torn = (tmp_path / "out.jsonl").read_bytes().split(b"\n")
+    assert whole and len(torn) < 2 * len(whole[0])
+    assert len({json.loads(line)["index"] for line in whole}) == len(whole)
 
 
 def test_a_resumed_job_remembers_its_failures(checkpoint: Path, tmp_path: Path) -> None:

@@ -34,4 +34,5 @@ def world():
     made = init_mpi()
     sys.excepthook = hook  # pytest catches exceptions itself
     atexit.register(sys.modules["mpi4py.MPI"].Finalize)  # after pytest-mpi's last look at the world
+    atexit.register(made.control.close)
     return made

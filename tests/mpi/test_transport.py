@@ -23,13 +23,13 @@ NUM_STEPS = 25
 
 
 def make_ends(world, num_slots: int, dtype=np.float32, *, wait: str = "sleep", use_thread: bool = False):
-    from fastdecode_hpc.transport.mpi import Progress
     from fastdecode_hpc.transport.mpi_comms import WireShape
+    from fastdecode_hpc.transport.mpi_progress import Progress
     from fastdecode_hpc.transport.mpi_r_end import MpiREnd
     from fastdecode_hpc.transport.mpi_s_end import MpiSEnd
 
     shape = WireShape(NUM_LAYERS, num_slots, 12, QKV_SIZE, Q_SIZE, KV_SIZE, dtype)
-    progress = Progress(wait=wait, use_thread=use_thread, watchdog_s=60)
+    progress = Progress(world.control, wait=wait, use_thread=use_thread)
     if world.is_s_rank:
         return MpiSEnd(world, shape, progress, world.align_clocks())
     world.align_clocks()
@@ -194,7 +194,7 @@ def test_progress_thread_and_waiting_change_nothing(world, wait: str, use_thread
 
 def test_objects_reach_everybody(world) -> None:
     assert world.bcast({"a": [1, 2]} if world.is_s_rank else None) == {"a": [1, 2]}
-    gathered = world.gather(f"rank {world.rank}" * world.rank)
+    gathered = world.gather(f"rank {world.rank}" * world.rank, "name")
     if world.is_s_rank:
         assert gathered == [f"rank {rank}" * rank for rank in range(world.size)]
     else:
@@ -210,29 +210,32 @@ def test_clocks_of_one_host_agree(world) -> None:
             assert abs(offset) <= error + 1e-9
 
 
-def test_the_watchdog_names_what_it_waited_for(world) -> None:
-    from fastdecode_hpc.transport.mpi import Progress, WatchdogError
+def test_a_wait_in_vain_names_what_it_was_for_and_where_all_ranks_are(world) -> None:
+    """Rank 0 gives up; the others, which wait for it, live on its beats and answer its question."""
+    from fastdecode_hpc.transport.control import WatchdogError
+    from fastdecode_hpc.transport.mpi import World
+    from fastdecode_hpc.transport.mpi_progress import Progress
 
-    progress = Progress(wait="spin", use_thread=False, watchdog_s=0.05)
-    progress.armed = True
-    with pytest.raises(WatchdogError, match="a rank that never comes"):
-        progress.wait_until(lambda: False, "a rank that never comes")
-
-
-def test_a_wait_before_the_first_plan_is_not_bounded(world) -> None:
-    from fastdecode_hpc.transport.mpi import Progress
-
-    progress = Progress(wait="spin", use_thread=False, watchdog_s=0.01)
-    until = time.perf_counter() + 0.2
-    progress.wait_until(lambda: time.perf_counter() > until, "weights")
+    impatient = World(world.comm, watchdog_s=2)
+    impatient.control.describe = lambda: f"step 7 of rank {world.rank}"
+    if world.is_s_rank:
+        progress = Progress(impatient.control, wait="sleep", use_thread=False)
+        with pytest.raises(WatchdogError) as caught:
+            progress.wait_until(lambda: False, "a rank that never comes")
+        first, *lines = str(caught.value).split("\n  ")
+        assert first == "waited 2 s for a rank that never comes"
+        for rank in range(1, world.size):
+            assert f"rank {rank}: waits for what rank 0 tells all ranks; step 7 of rank {rank}" in lines
+    assert impatient.bcast("go on" if world.is_s_rank else None) == "go on"
+    impatient.control.close()
 
 
 def test_the_progress_thread_runs_where_it_is_told_and_its_maker_stays(world) -> None:
-    from fastdecode_hpc.transport.mpi import Progress
+    from fastdecode_hpc.transport.mpi_progress import Progress
 
     cores = os.sched_getaffinity(0)
     last = max(cores)
-    progress = Progress(wait="sleep", use_thread=True, watchdog_s=60, thread_cores=(last,))
+    progress = Progress(world.control, wait="sleep", use_thread=True, thread_cores=(last,))
     (thread,) = (thread for thread in threading.enumerate() if thread.name == "mpi-progress")
     until = time.monotonic() + 30
     while os.sched_getaffinity(thread.native_id) != {last} and time.monotonic() < until:

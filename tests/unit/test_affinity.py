@@ -133,7 +133,7 @@ class GatheringWorld:
     def __init__(self, told) -> None:
         self.told = told
 
-    def gather(self, value):
+    def gather(self, value, what):
         return self.told
 
 

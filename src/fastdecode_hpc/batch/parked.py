@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastdecode_hpc.config import ConfigError
+from fastdecode_hpc.files import OutputError
 
 
 class Parked(NamedTuple):
@@ -19,17 +20,26 @@ class Parked(NamedTuple):
 
 
 def save_parked(path: Path, parked: Mapping[int, Parked]) -> None:
-    """Replace the file by these requests, by index; without any it is removed."""
+    """Replace the file by these requests, by index; without any it is removed.
+
+    Raises
+    ------
+    OutputError
+        If the file system fails.
+    """
     if not parked:
         path.unlink(missing_ok=True)
         return
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    with partial.open("w") as file:
-        for index, entry in sorted(parked.items()):
-            file.write(json.dumps({"index": index, **entry._asdict()}) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with partial.open("w") as file:
+            for index, entry in sorted(parked.items()):
+                file.write(json.dumps({"index": index, **entry._asdict()}) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        raise OutputError(path, error) from None
 
 
 def load_parked(path: Path) -> dict[int, Parked]:

@@ -12,6 +12,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Final
@@ -19,6 +20,7 @@ from typing import Any, BinaryIO, Final
 from fastdecode_hpc.batch.openai_records import Responses
 from fastdecode_hpc.batch.requests import RequestError
 from fastdecode_hpc.config import ConfigError
+from fastdecode_hpc.files import OutputError
 from fastdecode_hpc.sequence import Choice, Request, TokenLogprob
 
 RECORD_START: Final = b'{"index": '  # how every record begins
@@ -104,10 +106,16 @@ class RecordWriter:
 
     def close(self) -> None:
         """Bring the records to the disk and close the file."""
-        if not self._file.closed:
+        if self._file.closed:
+            return
+        try:
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
+        except OSError as error:
+            with suppress(OSError):  # what is buffered fails once more, but the file is closed
+                self._file.close()
+            raise OutputError(self.path, error) from None
 
     def __enter__(self) -> RecordWriter:
         return self
@@ -115,12 +123,16 @@ class RecordWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        with suppress(OutputError) if error is not None else nullcontext():  # what failed first has to be seen
+            self.close()
 
     def _append(self, record: dict[str, Any], content_hash: str) -> None:
         record["content_hash"] = content_hash
-        self._file.write(encode_record(record))
-        self._file.flush()
+        try:
+            self._file.write(encode_record(record))
+            self._file.flush()
+        except OSError as error:
+            raise OutputError(self.path, error) from None
         self.num_written += 1
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from fastdecode_hpc.r_part.attention import DecodeAttention, StepWork
 from fastdecode_hpc.r_part.kv_cache import KVPartition
 from fastdecode_hpc.schedule.pipeline import Stage, pipeline
+from fastdecode_hpc.schedule.stall import format_blocks
 from fastdecode_hpc.transport.base import Ints, PlanKind, REnd, Rows, Segment, StepPlan, StepReport
 
 
@@ -52,7 +53,9 @@ class RWorker:
         self._t_r_part = dict.fromkeys(range(num_slots), 0.0)
         self._t_wait_told = 0.0
         self._known: set[int] = set()  # sequences with KV here
+        self._stage: Stage | None = None
         transport.bind(self.store_prefill)
+        transport.describe_with(self.describe)
 
     def run(self) -> None:
         """Work until every slot has stopped."""
@@ -72,9 +75,17 @@ class RWorker:
             yield stage
         self.clear()
 
+    def describe(self) -> str:
+        """Where this worker is, in words."""
+        stage = self._stage
+        where = (
+            "before the first step" if stage is None else f"step {stage.step}, slot {stage.slot}, layer {stage.layer}"
+        )
+        return f"{where}; {format_blocks(self.partition.free_blocks())} KV blocks free, {len(self._known)} sequences"
+
     def visit(self, stage: Stage) -> None:
         """Receive, append, attend and send one layer of one slot."""
-        slot = stage.slot
+        self._stage, slot = stage, stage.slot
         if stage.layer == 0:
             self.begin_step(slot, self.transport.wait_plan(slot))
         if self._plans[slot].kind is PlanKind.RUN:

@@ -21,6 +21,7 @@ from fastdecode_hpc.schedule.admission import Admission
 from fastdecode_hpc.schedule.kv_layout import KVLayout
 from fastdecode_hpc.schedule.mini_batch import MiniBatch
 from fastdecode_hpc.schedule.pipeline import Stage, pipeline
+from fastdecode_hpc.schedule.stall import StallGuard, describe_run
 from fastdecode_hpc.sequence import Sequence
 from fastdecode_hpc.timing import RankTimes, StepTimes, Stopwatch
 from fastdecode_hpc.transport.base import PlanKind, Rows, SEnd, StepPlan
@@ -65,6 +66,8 @@ class SWorker:
         Told of each token, each ended sequence, each ended step.
     stop_requested : callable
         Whether the run should end early; asked once a step.
+    stall_s : float
+        How long steps may pass in which nothing happens.
     """
 
     def __init__(
@@ -83,6 +86,7 @@ class SWorker:
         on_finished: Callable[[Sequence], None],
         on_step: Callable[[StepTimes], None],
         stop_requested: Callable[[], bool],
+        stall_s: float = math.inf,
     ) -> None:
         self.s_part = s_part
         self.device = device
@@ -101,6 +105,9 @@ class SWorker:
         self._finished: list[Sequence] = []  # ended since the last plan
         self._slots = [self._make_slot(slot) for slot in range(admission.num_slots)]
         self._started_s = 0.0
+        self._step = 0
+        self._stall = StallGuard(stall_s, self.describe)
+        transport.describe_with(self.describe)
 
     def _make_slot(self, slot: int) -> SlotState:
         stages = SlotStages(self.s_part, self.cast, self.device, self.admission.max_rows)
@@ -113,6 +120,10 @@ class SWorker:
         with torch.inference_mode():
             self._walk()
         self.transport.close()
+
+    def describe(self) -> str:
+        """How the run stands, in words."""
+        return describe_run(self.admission, [slot.batch for slot in self._slots], self._step)
 
     def _walk(self) -> None:
         self._started_s = time.perf_counter()
@@ -163,6 +174,7 @@ class SWorker:
             return
         if not self.stopping and self.stop_requested():
             self._stop()
+        self._step = stage.step
         state.plan = self._make_plan(stage, state)
         self.transport.send_plan(stage.slot, state.plan)
         if state.plan.kind is PlanKind.RUN:
@@ -178,6 +190,7 @@ class SWorker:
         finished = self._release_finished(stage.step)
         if self.stopping or self.admission.is_done():
             return StepPlan(PlanKind.STOP, stage.step)
+        self._stall.check()
         new = self.admission.refill(state.batch, [slot.batch for slot in self._slots], stage.step)
         num_layers = self.s_part.config.num_layers
         budget = max(1, self.max_prefill_tokens * num_layers // len(self._slots))
@@ -208,6 +221,7 @@ class SWorker:
         seq = self.admission.admit(step)
         if seq is not None:
             seq.t_admitted_s = self._now()
+            self._stall.progressed()
         return seq
 
     def _now(self) -> float:
@@ -224,6 +238,7 @@ class SWorker:
 
     def _take_token(self, seq: Sequence, result: Sampled) -> None:
         """Append a token and see whether it is the last."""
+        self._stall.progressed()
         if not result.is_finite:
             seq.error = "the model's logits are not finite; the prompt or the weights drive them out of range"
             return
@@ -274,6 +289,7 @@ class SWorker:
         waited = self.transport.t_wait
         with state.prefill.running():
             done = self.prefill.run(num_units)
+            self._stall.progressed()
             seqs = [seq for seq, _ in done]
             choices = self._choose(torch.stack([last for _, last in done]), seqs) if done else None
         state.prefill.discount(self.transport.t_wait - waited)  # too much prompt K/V was under way

@@ -65,6 +65,17 @@ class Admission:
         """Admit nobody any more."""
         self._closed, self._next = True, None
 
+    def describe(self) -> str:
+        """How many sequences are where, in words."""
+        head = "none read that waits"
+        if self._next is not None:
+            need = self.placement.layout.worst_case(self._next.max_context_len)
+            head = f"the next one waits and needs {'+'.join(map(str, need))} KV blocks"
+        return (
+            f"{head}, {len(self._prefilling)} prefilling, {len(self._ready)} ready, {len(self._decoding)} decoding "
+            f"(of these {len(self._moving)} between two slots)"
+        )
+
     def admit(self, step: int) -> Sequence | None:
         """Start the next sequence in `step`, if there is one and it fits beside those running.
 

@@ -169,6 +169,9 @@ class SEnd(Protocol):
     def size(self) -> int:
         """Ranks that can own rows, the S-worker's own included."""
 
+    def describe_with(self, describe: Callable[[], str]) -> None:
+        """Say how to find out what this rank is doing, for the message when a wait was in vain."""
+
     def bind(self, slot: int, qkv: Rows, out: Rows) -> None:
         """Give a slot its buffers, ``[max_rows, qkv_size]`` and ``[max_rows, q_size]``, for the whole run."""
 
@@ -210,6 +213,9 @@ class REnd(Protocol):
     @property
     def rank(self) -> int:
         """Which rows and segments are this worker's."""
+
+    def describe_with(self, describe: Callable[[], str]) -> None:
+        """Say how to find out what this rank is doing, for the message when a wait was in vain."""
 
     def bind(self, sink: PrefillSink) -> None:
         """Say where arrived prompt K/V goes; called from the worker's own thread, inside waits and pokes."""

@@ -6,6 +6,7 @@ same code as over MPI and values are rounded to the wire type in the same places
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import numpy.typing as npt
 
+from fastdecode_hpc.timing import Patience
 from fastdecode_hpc.transport.base import (
     LAYER_TIMES,
     Ints,
@@ -23,6 +25,7 @@ from fastdecode_hpc.transport.base import (
     StepReport,
     TransportTimes,
 )
+from fastdecode_hpc.transport.control import WatchdogError
 
 OWNER = 0  # the partition in the S-worker's own process
 
@@ -57,6 +60,9 @@ class LocalSEnd:
     def drive(self, r_stages: Iterator[object]) -> None:
         """Take the R-worker's loop (`RWorker.stages`)."""
         self._r_stages = r_stages
+
+    def describe_with(self, describe: Callable[[], str]) -> None:
+        pass  # nobody is waited for
 
     def bind(self, slot: int, qkv: Rows, out: Rows) -> None:
         self._box.qkv[slot], self._box.out[slot] = qkv, out
@@ -108,13 +114,17 @@ class LocalREnd:
     rank = OWNER
     t_wait = 0.0
 
-    def __init__(self, mailbox: _Mailbox) -> None:
+    def __init__(self, mailbox: _Mailbox, watchdog_s: float) -> None:
         self._box = mailbox
+        self._watchdog_s = watchdog_s
         self._num_rows: dict[int, int] = {}
         self._times: dict[int, npt.NDArray[np.float64]] = {}
         self._layer: dict[int, int] = {}
         self._sink: PrefillSink | None = None
         self._last_unit = 0  # units up to this one are expected
+
+    def describe_with(self, describe: Callable[[], str]) -> None:
+        pass
 
     def bind(self, sink: PrefillSink) -> None:
         self._sink = sink
@@ -131,7 +141,7 @@ class LocalREnd:
 
     def wait_qkv(self, slot: int) -> Rows:
         ready = self._box.ready.pop(slot)
-        _wait(ready)
+        _wait(ready, self._watchdog_s)
         self._times[slot][:2, self._layer[slot]] = time.perf_counter()
         return self._box.qkv[slot][: self._num_rows[slot]]
 
@@ -146,7 +156,7 @@ class LocalREnd:
     def wait_prefill(self, seq_ids: Ints | None = None) -> None:
         self.poke()
         while self._expects_kv():
-            _wait(self._box.prompt_kv[0][2])
+            _wait(self._box.prompt_kv[0][2], self._watchdog_s)
             self.poke()
 
     def send_report(self, slot: int, report: StepReport) -> None:
@@ -167,12 +177,16 @@ class LocalREnd:
         return bool(kv) and kv[0][0][0].unit <= self._last_unit
 
 
-def _wait(ready: Callable[[], bool]) -> None:
+def _wait(ready: Callable[[], bool], watchdog_s: float) -> None:
+    """Wait for the device, the only thing that can be late in one process."""
+    patience = Patience(watchdog_s)
     while not ready():
         time.sleep(20e-6)
+        if patience.is_over():
+            raise WatchdogError(f"waited {watchdog_s:g} s for the device to copy rows to the host")
 
 
-def make_local(num_layers: int) -> tuple[LocalSEnd, LocalREnd]:
+def make_local(num_layers: int, watchdog_s: float = math.inf) -> tuple[LocalSEnd, LocalREnd]:
     """Make the two ends of a run in one process."""
     mailbox = _Mailbox(num_layers)
-    return LocalSEnd(mailbox), LocalREnd(mailbox)
+    return LocalSEnd(mailbox), LocalREnd(mailbox, watchdog_s)

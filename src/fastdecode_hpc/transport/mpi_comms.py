@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fastdecode_hpc.transport.mpi import World, row_type
+from fastdecode_hpc.transport.mpi import MPI_LOCK, World, row_type
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +37,14 @@ class Comms:
         self.prefill = world.duplicate()
         self.reports = world.duplicate()
         itemsize = np.dtype(shape.dtype).itemsize
-        self.qkv_type = row_type(shape.qkv_size * itemsize)
-        self.out_type = row_type(shape.q_size * itemsize)
-        self.kv_type = row_type(2 * shape.kv_size * itemsize)
+        with MPI_LOCK:
+            self.qkv_type = row_type(shape.qkv_size * itemsize)
+            self.out_type = row_type(shape.q_size * itemsize)
+            self.kv_type = row_type(2 * shape.kv_size * itemsize)
 
     def free(self) -> None:
-        for comm in (*self.slots, self.prefill, self.reports):
-            comm.Free()
-        for datatype in (self.qkv_type, self.out_type, self.kv_type):
-            datatype.Free()
+        with MPI_LOCK:
+            for comm in (*self.slots, self.prefill, self.reports):
+                comm.Free()
+            for datatype in (self.qkv_type, self.out_type, self.kv_type):
+                datatype.Free()

@@ -26,8 +26,10 @@ from fastdecode_hpc.transport.base import (
     payload_words,
     report_words,
 )
-from fastdecode_hpc.transport.mpi import MPI, S_RANK, Pending, Progress, World
+from fastdecode_hpc.transport.control import no_run
+from fastdecode_hpc.transport.mpi import MPI, S_RANK, World
 from fastdecode_hpc.transport.mpi_comms import Comms, WireShape
+from fastdecode_hpc.transport.mpi_progress import Pending, Progress
 
 MAX_KV_POSTED = 4  # receives of prompt K/V that are posted at once
 
@@ -76,6 +78,9 @@ class MpiREnd:
             times=np.zeros((LAYER_TIMES, shape.num_layers)),
         )
 
+    def describe_with(self, describe: Callable[[], str]) -> None:
+        self._world.control.describe = describe
+
     def bind(self, sink: PrefillSink) -> None:
         self._sink = sink
 
@@ -86,10 +91,10 @@ class MpiREnd:
     def wait_plan(self, slot: int) -> StepPlan:
         state, comm = self._slots[slot], self._comms.slots[slot]
         self._wait(state.incoming, f"the next plan of slot {slot}")
-        self.progress.armed = True
         payload = np.empty(payload_words(int(x) for x in state.header[2:6]), np.int64)
         if len(payload):
-            self._wait(self.progress.post(lambda: comm.Ibcast(payload, root=S_RANK), payload), "a plan's payload")
+            rest = self.progress.post(lambda: comm.Ibcast(payload, root=S_RANK), payload)
+            self._wait(rest, f"the rest of the plan of slot {slot}")
         plan = decode_plan(state.header.copy(), payload)
         state.num_rows, state.layer = int((plan.owners == self.rank).sum()), 0
         state.times[:] = 0.0
@@ -157,9 +162,10 @@ class MpiREnd:
         """End in order, after every slot has had its stop plan."""
         for state in self._slots:
             for pending in (state.sent, state.report_sent):
-                self.progress.wait(pending)
+                self.progress.wait(pending, "the last output and report to leave")
         self.progress.stop()
-        self._world.barrier(self.progress.watchdog_s)
+        self._world.barrier("all ranks to end this run")
+        self.describe_with(no_run)
         self._comms.free()
 
     def _wait(self, pending: Pending | None, what: str) -> None:

@@ -22,8 +22,10 @@ from fastdecode_hpc.transport.base import (
     decode_report,
     report_words,
 )
-from fastdecode_hpc.transport.mpi import MPI, S_RANK, Pending, Progress, World
+from fastdecode_hpc.transport.control import no_run
+from fastdecode_hpc.transport.mpi import MPI, S_RANK, World
 from fastdecode_hpc.transport.mpi_comms import Comms, WireShape
+from fastdecode_hpc.transport.mpi_progress import Pending, Progress
 
 MAX_KV_UNDER_WAY = 256 << 20  # bytes of prompt K/V that may be in flight
 
@@ -43,6 +45,7 @@ class _SSlot:
     displs: npt.NDArray[np.int32]
     reports: npt.NDArray[np.float64]  # [size, report_words]
     num_rows: int = 0
+    owners: str = ""  # of those rows, in words
     plan_sent: list[Pending] = field(default_factory=list)
     scatter: Pending | None = None
     gather: Pending | None = None
@@ -59,6 +62,7 @@ class _KvSend:
     """Prompt K/V given to the transport."""
 
     num_bytes: int
+    owner: int
     sending: Pending | None = None  # from when its rows are ready
 
     def is_done(self) -> bool:
@@ -73,11 +77,15 @@ class MpiSEnd:
         self.shape = shape
         self.progress = progress
         self._world = world
+        self._control = world.control
         self._comms = Comms(world, shape)
         self._offsets = [offset for offset, _ in clocks]
         self._slots: dict[int, _SSlot] = {}
         self._kv_sends: deque[_KvSend] = deque()
         self._kv_bytes = 0
+
+    def describe_with(self, describe: Callable[[], str]) -> None:
+        self._control.describe = describe
 
     def bind(self, slot: int, qkv: Rows, out: Rows) -> None:
         counts = np.zeros(self.size, np.int32)
@@ -86,14 +94,15 @@ class MpiSEnd:
 
     def send_plan(self, slot: int, plan: StepPlan) -> None:
         state, comm = self._slots[slot], self._comms.slots[slot]
-        self.progress.armed = True
+        self._control.alive()
         for pending in state.plan_sent:
-            self.progress.wait(pending)
+            self.progress.wait(pending, f"the last plan of slot {slot} to leave")
         messages = [plan.header()] + ([payload] if len(payload := plan.payload()) else [])
         state.plan_sent = [self._post_bcast(comm, message) for message in messages]
         state.num_rows = plan.num_rows
         state.counts[:] = row_counts(plan.owners.tolist(), self.size)
         state.displs[:] = displacements(state.counts)
+        state.owners = _ranks_of(state.counts)
         state.t_posted, state.t_asked, state.t_back = [], [], []
         if plan.kind is not PlanKind.STOP:
             mine, reports = state.reports[S_RANK], state.reports
@@ -106,6 +115,7 @@ class MpiSEnd:
 
     def scatter_qkv(self, slot: int, ready: Callable[[], bool]) -> None:
         state, comm, types = self._slots[slot], self._comms.slots[slot], self._comms
+        self._control.alive()
         state.awaited, state.gather = True, None
 
         def start() -> None:
@@ -123,16 +133,19 @@ class MpiSEnd:
             return None
         state.t_asked.append(time.perf_counter())
         self.progress.wait_until(
-            lambda: state.gather is not None and state.gather.t_done is not None, f"attention output of slot {slot}"
+            lambda: state.gather is not None and state.gather.t_done is not None,
+            f"attention output of slot {slot} from {state.owners}",
         )
-        self.progress.wait(state.scatter)
+        self.progress.wait(state.scatter, f"q, k, v of slot {slot} to leave")
         assert state.gather is not None and state.gather.t_done is not None
         state.t_back.append(state.gather.t_done)
         state.awaited = False
         return state.out[: state.num_rows]
 
     def send_kv(self, segments: list[Segment], rows: Rows, ready: Callable[[], bool]) -> None:
-        owner, message, kv_send = segments[0].owner, [rows, len(rows), self._comms.kv_type], _KvSend(rows.nbytes)
+        owner = segments[0].owner
+        message, kv_send = [rows, len(rows), self._comms.kv_type], _KvSend(rows.nbytes, owner)
+        self._control.alive()
 
         def start() -> None:
             kv_send.sending = self.progress.post(lambda: self._comms.prefill.Isend(message, dest=owner), message)
@@ -148,14 +161,14 @@ class MpiSEnd:
         while self._kv_sends and (self._kv_bytes > limit or self._kv_sends[0].is_done()):
             kv_send = self._kv_sends.popleft()
             if not kv_send.is_done():
-                self.progress.wait_until(kv_send.is_done, "prompt K/V to leave")
+                self.progress.wait_until(kv_send.is_done, f"prompt K/V to reach rank {kv_send.owner}")
             self._kv_bytes -= kv_send.num_bytes
 
     def wait_reports(self, slot: int) -> dict[int, StepReport]:
         state = self._slots[slot]
         if state.report is None:
             return {}
-        self.progress.wait(state.report)
+        self.progress.wait(state.report, f"reports of slot {slot} from all ranks")
         state.report = None
         reports = {rank: decode_report(state.reports[rank]) for rank in range(1, self.size)}
         for rank, report in reports.items():
@@ -178,9 +191,10 @@ class MpiSEnd:
         self._retire_kv(-1)
         for state in self._slots.values():
             for pending in (*state.plan_sent, state.report):
-                self.progress.wait(pending)
+                self.progress.wait(pending, "the last plans and reports")
         self.progress.stop()
-        self._world.barrier(self.progress.watchdog_s)
+        self._world.barrier("all ranks to end this run")
+        self.describe_with(no_run)
         self._comms.free()
 
 
@@ -197,6 +211,12 @@ def _transport_times(state: _SSlot, reports: dict[int, StepReport]) -> Transport
         _overlap(np.maximum(asked, posted), back),
         {rank: _overlap(np.maximum(report.t_asked, out), report.t_arrived) for rank, report in busy.items()},
     )
+
+
+def _ranks_of(counts: npt.NDArray[np.int32]) -> str:
+    """The ranks with rows, in words."""
+    ranks = np.flatnonzero(counts).tolist()
+    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _overlap(starts: npt.NDArray[np.float64], stops: npt.NDArray[np.float64]) -> float:
