@@ -1,7 +1,8 @@
 """``fastdecode`` with a planted fault on one rank.
 
 FAULT: raise | kill (SIGKILL) | stop (SIGSTOP) | hang (for ever, outside of MPI) | pause (for PAUSE_S, then go on) |
-memory (an allocation beyond RLIMIT_AS) | small (from here on RLIMIT_AS leaves 64 MiB).
+memory (an allocation beyond RLIMIT_AS) | small (from here on RLIMIT_AS leaves 64 MiB) | disk
+(from here on files end at 1000 bytes).
 FAULT_RANK: where. FAULT_AT: init (before MPI is initialised) | start (before the hello) | cache (before the KV cache is
 made) | load (rank 0: in place of the weights; others: while they wait for these) | step (the fifth; the default) | end
 (after the last plan) | exit (before MPI is left).
@@ -37,6 +38,8 @@ def fail() -> None:
         os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
     elif kind == "small":
         limit_memory()
+    elif kind == "disk":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
     elif kind == "memory":
         limit_memory()
         bytearray(4 * SMALL)

@@ -94,6 +94,13 @@ def test_a_cache_that_cannot_be_reserved_is_said_before_the_weights_are_read(che
 
 
 @pytest.mark.slow
+def test_a_disk_that_fills_up_ends_all_ranks(checkpoint: Path, tmp_path: Path) -> None:
+    done, seconds = run_with_fault(checkpoint, tmp_path, "disk", 0, FAULT_AT="load", tokens=4)
+    assert "out.jsonl cannot be written: File too large" in assert_ended(done, seconds)
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
 def test_a_worker_that_runs_out_of_memory_ends_the_job(checkpoint: Path, tmp_path: Path) -> None:
     said = assert_ended(*run_with_fault(checkpoint, tmp_path, "memory", 2))
     assert "[rank 2 on " in said and "MemoryError" in said

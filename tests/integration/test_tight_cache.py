@@ -21,7 +21,7 @@ def checkpoint(tmp_path_factory) -> Path:
 def answer(checkpoint: Path, folder: Path, ranks: int, kv_bytes: int) -> list[dict]:
     lines = [{"prompt": random_prompt(n, seed=n), "max_new_tokens": NEW, "return_token_ids": True} for n in PROMPTS]
     path, output = write_requests(folder / "in.jsonl", lines), folder / f"{kv_bytes}.jsonl"
-    options = ["--ranks", ranks, "--kv-memory-bytes", kv_bytes, "--ignore-eos"]
+    options = ["--ranks", ranks, "--threads", 1, "--kv-memory-bytes", kv_bytes, "--ignore-eos"]
     done = fastdecode("generate", "--model", checkpoint, "--input", path, "--output", output, *options, timeout=60)
     assert done.returncode in (0, 3), done.stderr
     return read_records(output)
