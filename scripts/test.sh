@@ -39,4 +39,8 @@ section "MPI tests, 3 ranks, Open MPI"
 mpi_tests .venv-openmpi/bin/python .venv-openmpi/bin/mpiexec --oversubscribe --bind-to none -n 3
 section "whole runs and faults, Open MPI"
 .venv-openmpi/bin/python -m pytest tests/integration/test_identity.py tests/faults -k "not mistral" --quiet -p no:cacheprovider "${slow[@]}"
+if [ "${1:-}" = --all ] && .venv/bin/python -c "import atheris" 2>/dev/null; then
+  section "fuzzing, 20 s a target"
+  scripts/fuzz.sh 20
+fi
 printf '\nall tests passed\n'

@@ -6,7 +6,11 @@ Holds no mechanism and imports nothing heavy, so that every rank and every tool 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
@@ -15,8 +19,51 @@ WEIGHT_WORDS = ("auto", "equal")
 INT4_GROUP = 32  # values along head_dim that share a scale and a minimum
 
 
+# Far above any model there is: sums and products of a few of them stay within 64 bits, and lists of layers short.
+_LARGEST_SIZES = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**22,
+    "num_layers": 2**12,
+    "num_heads": 2**12,
+    "num_kv_heads": 2**12,
+    "head_dim": 256,
+    "max_context_len": 2**24,  # positions are exact in float32 up to here
+}
+_MAX_MESSAGE_CHARS = 4000
+_MAX_SHOWN_CHARS = 80
+
+
 class ConfigError(ValueError):
-    """A value the user gave cannot be used; the message says which values can. Exit code 2."""
+    """A value the user gave cannot be used; the message says which values can. Exit code 2.
+
+    Messages quote names and values from files that may hold anything, so their text is of bounded length and has no
+    characters that control a terminal.
+    """
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        if len(text) > _MAX_MESSAGE_CHARS:
+            half = _MAX_MESSAGE_CHARS // 2
+            text = f"{text[:half]} ... {text[-half:]}"
+        return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text)
+
+
+def show(value: Any) -> str:
+    """A value as part of a message, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[: _MAX_SHOWN_CHARS - 3]}..."
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Put the name of the file at fault before a `ConfigError` that lacks it."""
+    try:
+        yield
+    except ConfigError as error:
+        if str(path) in str(error):
+            raise
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def check_choice(name: str, value: Any, choices: Any) -> None:
@@ -72,10 +119,17 @@ def kv_token_bytes(dtype: str, head_dim: int) -> int:
     return head_dim * DTYPE_BYTES[dtype]
 
 
-def check_at_least(name: str, value: int, low: int) -> None:
-    """Raise `ConfigError` unless `value` is an integer of at least `low`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least {low}")
+def check_at_least(name: str, value: Any, low: int, high: int | None = None) -> None:
+    """Raise `ConfigError` unless `value` is an integer of at least `low` (and at most `high`)."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        bounds = f"at least {low}" + ("" if high is None else f" and at most {high}")
+        raise ConfigError(f"{name} is {show(value)}; it must be a whole number of {bounds}")
+
+
+def check_positive(name: str, value: Any) -> None:
+    """Raise `ConfigError` unless `value` is a finite number above 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(f"{name} is {show(value)}; it must be a number above 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +148,14 @@ class RopeScaling:
 
     def __post_init__(self) -> None:
         check_choice("rope scaling type", self.kind, ("linear", "llama3"))
-        if not self.factor > 0:
-            raise ConfigError(f"rope scaling factor is {self.factor!r}; it must be above 0")
+        for name in ("factor", "low_freq_factor", "high_freq_factor"):
+            check_positive(f"rope scaling {name}", getattr(self, name))
+        check_at_least("rope scaling original_max_position", self.original_max_position, 1)
+        if not self.high_freq_factor > self.low_freq_factor:
+            raise ConfigError(
+                f"rope scaling high_freq_factor is {self.high_freq_factor}; it must be above low_freq_factor, "
+                f"{self.low_freq_factor}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,16 +183,23 @@ class ModelConfig:
     architecture: str = "llama"
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads",
-                     "num_kv_heads", "head_dim", "max_context_len"):  # fmt: skip
-            check_at_least(f"model {name}", getattr(self, name), 1)
+        for name, largest in _LARGEST_SIZES.items():
+            check_at_least(f"model {name}", getattr(self, name), 1, largest)
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"model has {self.num_heads} heads and {self.num_kv_heads} KV heads; "
                 "the first must be a multiple of the second"
             )
-        if self.head_dim % 8 or self.head_dim > 256:
+        if self.head_dim % 8:
             raise ConfigError(f"model head_dim is {self.head_dim}; the attention kernels take multiples of 8 up to 256")
+        for name in ("rms_norm_eps", "rope_theta"):
+            check_positive(f"model {name}", getattr(self, name))
+        if self.sliding_window is not None:
+            check_at_least("model sliding_window", self.sliding_window, 1)
+        for token in self.eos_token_ids:
+            check_at_least("model eos_token_id", token, 0)
+        if self.bos_token_id is not None:
+            check_at_least("model bos_token_id", self.bos_token_id, 0)
 
     @property
     def q_size(self) -> int:

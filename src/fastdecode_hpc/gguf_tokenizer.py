@@ -8,14 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from fastdecode_hpc.config import ConfigError
+from fastdecode_hpc.config import ConfigError, show
 from fastdecode_hpc.gguf_header import GGUFMetadata
 
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # token types
+_MAX_PIECE_CHARS = 1000  # all ways to cut a piece are tried
+_STRING, _FLAG, _ID = "a string", "true or false", "a token id"
+_STRINGS, _NUMBERS = "a list of strings", "a list of numbers"
+_KINDS = {
+    "tokenizer.chat_template": _STRING,
+    "tokenizer.ggml.model": _STRING,
+    "tokenizer.ggml.pre": _STRING,
+    "tokenizer.ggml.tokens": _STRINGS,
+    "tokenizer.ggml.merges": _STRINGS,
+    "tokenizer.ggml.scores": _NUMBERS,
+    "tokenizer.ggml.token_type": _NUMBERS,
+    "tokenizer.ggml.add_bos_token": _FLAG,
+    "tokenizer.ggml.add_space_prefix": _FLAG,
+} | {f"tokenizer.ggml.{role}_token_id": _ID for role in ("bos", "eos", "unknown", "eot", "eom")}
 _ADVICE = "give a folder with config.json, safetensors and tokenizer.json instead"
 
 # Control tokens that end a generation whatever the metadata names as end of sequence.
@@ -83,6 +98,7 @@ def build_gguf_tokenizer(metadata: GGUFMetadata) -> GGUFTokenizer:
     ConfigError
         When the file has no tokenizer, or one of a kind that is not known here.
     """
+    _check_types(metadata)
     kind = metadata.get("tokenizer.ggml.model")
     if kind not in _BUILDERS or not metadata.get("tokenizer.ggml.tokens"):
         raise ConfigError(f"the GGUF file's tokenizer is {kind!r}, known are {', '.join(_BUILDERS)}; {_ADVICE}")
@@ -93,6 +109,21 @@ def build_gguf_tokenizer(metadata: GGUFMetadata) -> GGUFTokenizer:
     if "bos_token" in named and metadata.get("tokenizer.ggml.add_bos_token", adds_bos):
         backend.post_processor = _bos_first(named["bos_token"], roles["bos"])
     return GGUFTokenizer(backend, named, _eos_token_ids(metadata, roles), metadata.get("tokenizer.chat_template"))
+
+
+def _check_types(metadata: GGUFMetadata) -> None:
+    """Raise unless what the file says of its tokenizer is of the kind it must be."""
+    for key, kind in _KINDS.items():
+        value = metadata.get(key)
+        if value is not None and not _is_of(kind, value):
+            raise ConfigError(f"the GGUF file has {key} {show(value)}; it must be {kind}; {_ADVICE}")
+
+
+def _is_of(kind: str, value: Any) -> bool:
+    if kind in (_STRINGS, _NUMBERS):
+        items = str if kind == _STRINGS else (int, float)
+        return isinstance(value, list) and all(isinstance(item, items) for item in value)
+    return type(value) is {_STRING: str, _FLAG: bool, _ID: int}[kind]
 
 
 _Built = tuple[Tokenizer, dict[str, int], bool]  # tokenizer, ids of bos, eos, unk; whether BOS is added by default
@@ -120,7 +151,10 @@ def _build_byte_level(metadata: GGUFMetadata) -> _Built:
 def _build_sentencepiece(metadata: GGUFMetadata) -> _Built:
     """The ``llama`` kind: pieces with scores, spaces written as ``▁``, unknown characters as bytes."""
     roles = _roles(metadata, {"bos": 1, "eos": 2, "unk": 0})
-    unk_token = metadata["tokenizer.ggml.tokens"][roles["unk"]]
+    tokens = metadata["tokenizer.ggml.tokens"]
+    if not 0 <= roles["unk"] < len(tokens):
+        raise ConfigError(f"the GGUF file's unknown token is {roles['unk']} of {len(tokens)} tokens; {_ADVICE}")
+    unk_token = tokens[roles["unk"]]
     model = BPE(
         vocab=_vocab(metadata), merges=_implied_merges(metadata), unk_token=unk_token, fuse_unk=True, byte_fallback=True
     )
@@ -148,12 +182,19 @@ def _implied_merges(metadata: GGUFMetadata) -> list[tuple[str, str]]:
     if not scores or len(scores) != len(tokens):
         raise ConfigError(f"the GGUF file's tokenizer has {len(tokens)} tokens and no score for each; {_ADVICE}")
     types = metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    if len(types) != len(tokens):
+        raise ConfigError(f"the GGUF file has {len(tokens)} tokens and the types of {len(types)}; {_ADVICE}")
     normal = {token: score for token, score, kind in zip(tokens, scores, types, strict=True) if kind == _NORMAL}
     best_first = sorted(normal, key=lambda token: -normal[token])
     return [pair for piece in best_first for pair in _pairs(piece, normal)]
 
 
 def _pairs(piece: str, pieces: dict[str, float]) -> Iterator[tuple[str, str]]:
+    if len(piece) > _MAX_PIECE_CHARS:
+        raise ConfigError(
+            f"the GGUF file's tokenizer has a piece of {len(piece)} characters, {show(piece)}; at most "
+            f"{_MAX_PIECE_CHARS} are possible; {_ADVICE}"
+        )
     for cut in range(1, len(piece)):
         left, right = piece[:cut], piece[cut:]
         if left in pieces and right in pieces:

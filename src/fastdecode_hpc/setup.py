@@ -13,6 +13,7 @@ from fastdecode_hpc.schedule.speeds import fixed_weights
 
 ISAS_BEST_FIRST = ("avx512", "avx2", "neon", "scalar")
 KV_SHARE = 0.85  # of the memory that is left, for KV; the rest is for buffers, Python and surprises
+ROPE_TABLE_COPIES = 3  # of cosines and sines, while they are made
 S_PART_RESERVE = 1 << 30  # bytes for rank 0's activations, logits and libraries
 
 
@@ -107,10 +108,11 @@ def decide_setup(run: RunConfig, model: ModelConfig, hellos: list[Hello], *, wei
             "--pin-threads needs R-workers of their own, and this is one process; start at least 2 ranks, "
             "or leave it out"
         )
-    _check_buffers(run, model, hellos[0])
     fixed_weights(run.r_worker_weights, tuple(range(1, len(hellos))) or (0,))
     layout = make_layout(model, block_size=run.block_size, kv_dtype=run.kv_dtype)
     max_context_len = choose_max_context_len(run, model)
+    _check_buffers(run, model, hellos[0])
+    _check_model(model, hellos[0], weights_bytes, max_context_len)
     common = best_common_isa(run, hellos)
     ranks = tuple(_decide_rank(run, hello, hellos, layout, max_context_len, common, weights_bytes) for hello in hellos)
     return Setup(model, layout, max_context_len, ranks)
@@ -143,6 +145,17 @@ def _check_buffers(run: RunConfig, model: ModelConfig, hello: Hello) -> None:
         raise ConfigError(
             f"max_batch_size is {run.max_batch_size}: its rows alone take {format_bytes(needed)} on rank 0, and "
             f"{hello.host.host} has {format_bytes(hello.host.memory_bytes)}; lower it"
+        )
+
+
+def _check_model(model: ModelConfig, hello: Hello, weights_bytes: int, max_context_len: int) -> None:
+    """Refuse a model that rank 0's memory cannot hold, before anything is allocated."""
+    table_bytes = ROPE_TABLE_COPIES * 4 * model.head_dim * max_context_len
+    if weights_bytes + table_bytes > hello.host.memory_bytes:
+        raise ConfigError(
+            f"the model's weights take {format_bytes(weights_bytes)} and its table of {max_context_len} positions "
+            f"{format_bytes(table_bytes)}, and {hello.host.host} has {format_bytes(hello.host.memory_bytes)}; "
+            "take a host with more memory, a smaller --dtype or a shorter --max-context-len"
         )
 
 

@@ -5,16 +5,22 @@ The only place where transformers' tokenizers are used; nothing here knows of mo
 
 from __future__ import annotations
 
-import json
 import re
 from collections import deque
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final
 
-from fastdecode_hpc.config import ConfigError
+from fastdecode_hpc.bounded import run_bounded
+from fastdecode_hpc.config import ConfigError, naming, show
+from fastdecode_hpc.files import read_json_object
 
 _MAX_CONTINUATION_BYTES: Final = 3
+_TEMPLATE_S: Final = 10.0
+_TEMPLATE_BYTES: Final = 512 << 20
+_MAX_CHAT_CHARS: Final = 64 << 20  # as of an input line
+_MAX_ERROR_CHARS: Final = 500
 _METASPACE: Final = "\u2581"  # how SentencePiece writes a space
 
 
@@ -82,7 +88,15 @@ class Tokenizer:
             When there is none, or one that cannot be built.
         """
         path = Path(path)
-        return cls._load_gguf(path) if path.is_file() else cls._load_folder(path)
+        if not path.exists():
+            raise ConfigError(f"the model {path} is neither a folder nor a file")
+        with naming(path):
+            try:
+                return cls._load_gguf(path) if path.is_file() else cls._load_folder(path)
+            except BaseException as error:  # the libraries raise whatever the file at fault led to
+                if isinstance(error, ConfigError) or not _is_failure(error):
+                    raise
+                raise ConfigError(f"the tokenizer in {path} cannot be loaded: {error}") from error
 
     @classmethod
     def _load_gguf(cls, path: Path) -> Tokenizer:
@@ -102,12 +116,7 @@ class Tokenizer:
 
     @classmethod
     def _load_folder(cls, path: Path) -> Tokenizer:
-        if not path.is_dir():
-            raise ConfigError(f"the model {path} is neither a folder nor a file")
-        try:
-            backend = _load_pretrained(path)
-        except Exception as error:  # the library raises whatever the file at fault led to
-            raise ConfigError(f"the tokenizer in {path} cannot be loaded: {error}") from error
+        backend = _load_pretrained(path)
         return cls(backend, _folder_eos_token_ids(path, backend))
 
     def encode_prompt(self, text: str) -> list[int]:
@@ -134,13 +143,30 @@ class Tokenizer:
         return self._tokenize(self.apply_template(messages), add_special_tokens=False)
 
     def apply_template(self, messages: list[dict[str, Any]]) -> str:
-        """Return a chat as the text that the model reads."""
+        """Return a chat as the text that the model reads.
+
+        Notes
+        -----
+        A template is a program that came with the model. It runs in jinja's sandbox, which keeps it from everything
+        but the messages, for 10 s and in 512 MiB at most. Powers (``**``) are refused, because one of huge numbers can
+        neither be interrupted nor needs memory. What is not bounded is a product of numbers of millions of digits.
+        """
         if not self._backend.chat_template:
             raise PromptError("no_chat_template", "the model has no chat template; give a prompt instead of messages")
         try:
-            return str(self._backend.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-        except Exception as error:  # a template is a program of the model's authors and may raise anything
-            raise PromptError("chat_template", f"the chat template refused the messages: {error}") from None
+            return run_bounded(lambda: self._render(messages), seconds=_TEMPLATE_S, memory_bytes=_TEMPLATE_BYTES)
+        except MemoryError:
+            words = f"it needs more than {_TEMPLATE_BYTES >> 20} MiB of memory"
+        except Exception as error:  # a template may raise anything
+            words = str(error)[:_MAX_ERROR_CHARS] or type(error).__name__
+        raise PromptError("chat_template", f"the chat template refused the messages: {words}")
+
+    def _render(self, messages: list[dict[str, Any]]) -> str:
+        _check_template(self._backend.chat_template)
+        text = str(self._backend.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        if len(text) > _MAX_CHAT_CHARS:
+            raise ValueError(f"they became {len(text)} characters; at most {_MAX_CHAT_CHARS} can be read")
+        return text
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens."""
@@ -179,6 +205,10 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             message = f"the prompt holds half of a surrogate pair at character {error.start}, which is no character"
             raise PromptError("unencodable_prompt", message) from None
+        except BaseException as error:  # a tokenizer without a token for unknown text, for one
+            if not _is_failure(error):
+                raise
+            raise PromptError("unencodable_prompt", f"the tokenizer cannot encode the prompt: {error}") from None
         if self._bos is not None:
             ids = _with_single_bos(ids, self._bos)
         if not ids:
@@ -245,6 +275,31 @@ class TextStream:
         return min((start for stop in self._stop if (start := text.find(stop)) >= 0), default=None)
 
 
+def _is_failure(error: BaseException) -> bool:
+    """Whether a library failed; a panic of the tokenizers library, which is written in Rust, is no `Exception`."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def _check_template(template: Any) -> None:
+    """Refuse what no bound holds for."""
+    for source in template.values() if isinstance(template, dict) else (template,):
+        if _has_power(source):
+            raise ValueError("it has a power (**), which is not supported")
+
+
+@lru_cache(maxsize=8)
+def _has_power(source: str) -> bool:
+    import jinja2
+
+    before = ""
+    for _, kind, text in jinja2.Environment().lex(source):
+        if (kind, text) == ("operator", "**") and before not in ("(", ","):  # there it unpacks a mapping
+            return True
+        if kind != "whitespace":
+            before = text
+    return False
+
+
 def _load_pretrained(path: Path) -> Any:
     # AutoTokenizer rebuilds some tokenizers from their class and loses what tokenizer.json says (how SmolLM2 splits
     # digits); it also imports torch. So it only converts the formats from before tokenizer.json.
@@ -262,8 +317,13 @@ def _folder_eos_token_ids(path: Path, backend: Any) -> tuple[int, ...]:
     ids = [backend.eos_token_id]
     for name in ("generation_config.json", "config.json"):
         if (path / name).is_file():
-            value = json.loads((path / name).read_text(encoding="utf-8")).get("eos_token_id")
-            ids += value if isinstance(value, list) else [value]
+            value = read_json_object(path / name).get("eos_token_id")
+            listed = value if isinstance(value, list) else [value]
+            if not all(token is None or (type(token) is int and token >= 0) for token in listed):
+                raise ConfigError(
+                    f"{path / name} has eos_token_id {show(value)}; it must be a token id or a list of them"
+                )
+            ids += listed
             break
     return tuple(dict.fromkeys(token for token in ids if token is not None))
 

@@ -126,7 +126,7 @@ def test_a_host_without_room_for_one_block_is_refused_with_the_arithmetic() -> N
     with pytest.raises(ConfigError, match=r"rank 1 on n0 may use 100 B for KV, and one block of 32 tokens takes"):
         decide([hello(0), hello(1)], kv_memory_bytes=100)
     with pytest.raises(ConfigError, match="may use 0 B for KV"):
-        decide([hello(0, memory=GIB), hello(1, memory=GIB)], weights_bytes=GIB)
+        decide([hello(0, memory=GIB), hello(1, memory=GIB)], weights_bytes=GIB // 2)
 
 
 def test_what_a_quantised_cache_needs_at_least_is_what_the_message_says() -> None:
@@ -200,3 +200,15 @@ def test_fitting_weights_are_taken(ranks: int, weights: str) -> None:
 def test_weights_that_are_no_shares_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="auto or equal, or positive numbers"):
         RunConfig(r_worker_weights=text)
+
+
+def test_a_model_that_rank_0_cannot_hold_is_refused() -> None:
+    """Its sizes may come from a file that lies; torch would say no more than that an allocation failed."""
+    ranks = [hello(0), hello(1, name="n1")]
+    assert decide(ranks, weights_bytes=9 * GIB).ranks[0].role == "S-worker"
+    with pytest.raises(ConfigError, match=r"weights take 11\.0 GiB .* n0 has 10\.0 GiB; take a host with more memory"):
+        decide(ranks, weights_bytes=11 * GIB)
+    long = dataclasses.replace(MODEL, head_dim=256, max_context_len=2**24)
+    with pytest.raises(ConfigError, match=r"table of 16777216 positions 48\.0 GiB, .*--max-context-len"):
+        decide_setup(RunConfig(), long, ranks, weights_bytes=0)
+    assert decide_setup(RunConfig(max_context_len=4096), long, ranks, weights_bytes=0).max_context_len == 4096

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from fastdecode_hpc.config import ConfigError
 from fastdecode_hpc.gguf_header import TensorInfo, read_gguf_header
+from fastdecode_hpc.s_part.tensor_places import Place, check_places
 
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -35,6 +38,7 @@ _NAMES = {
     "output.weight": "lm_head.weight",
 }
 _LAYER_PATTERN = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_ROPE_DIVISORS = "rope_freqs.weight"
 
 
 class GGUFFile:
@@ -60,13 +64,15 @@ class GGUFFile:
         self.path = path
         header = read_gguf_header(path)
         self.metadata = header.metadata
-        self._entries = {_standard_name(name): info for name, info in header.tensors.items()}
-        self._check_entries()
+        self._entries = _by_standard_name(path, header.tensors)
+        for name, entry in self._entries.items():
+            _check_entry(path, name, entry)
+        check_places(path, (_place(name, entry) for name, entry in self._entries.items()))
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor but ``rope_freqs``, by the name that safetensors checkpoints use."""
-        return {name: entry.shape for name, entry in self._entries.items() if name != "rope_freqs.weight"}
+        return {name: entry.shape for name, entry in self._entries.items() if name != _ROPE_DIVISORS}
 
     @property
     def dtype(self) -> str:
@@ -74,13 +80,19 @@ class GGUFFile:
         sizes: dict[int, int] = {}
         for entry in self._entries.values():
             sizes[entry.type_id] = sizes.get(entry.type_id, 0) + math.prod(entry.shape)
+        if not sizes:
+            raise ConfigError(f"{self.path} holds no tensors")
         largest = max(sizes, key=lambda type_id: sizes[type_id])
         return {"F32": "fp32", "F64": "fp32", "BF16": "bf16"}.get(_type_name(largest), "fp16")
 
-    def rope_divisors(self) -> Tensor | None:
-        """What each rotary frequency is divided by, ``[head_dim / 2]`` float32; None where nothing is said."""
-        entry = self._entries.get("rope_freqs.weight")
-        return None if entry is None else self.read("rope_freqs.weight", 0, 1)[0]
+    def rope_divisors(self, count: int) -> Tensor | None:
+        """What each of `count` rotary frequencies is divided by, float32; None where nothing is said."""
+        entry = self._entries.get(_ROPE_DIVISORS)
+        if entry is None:
+            return None
+        if entry.shape != (count,):
+            raise ConfigError(f"{self.path} has {_ROPE_DIVISORS} of shape {list(entry.shape)}; it must be [{count}]")
+        return self.read(_ROPE_DIVISORS, 0, 1)[0]
 
     def read(self, name: str, first: int, count: int) -> Tensor:
         """Rows `first` to ``first + count - 1`` of a tensor (a vector is one row), dequantised to float32."""
@@ -98,17 +110,15 @@ class GGUFFile:
         values = dequantize(rows.reshape(1, -1), _quantization(entry.type_id))
         return torch.from_numpy(values).view(count, -1)
 
-    def _check_entries(self) -> None:
-        """Raise unless every tensor has a usable type and lies within the file."""
-        file_bytes = self.path.stat().st_size
-        for name, entry in self._entries.items():
-            _check_type(self.path, name, entry)
-            end = entry.offset_bytes + math.prod(entry.shape[:-1]) * _row_bytes(entry)
-            if end > file_bytes:
-                raise ConfigError(
-                    f"{self.path} has {file_bytes} bytes, but tensor {name} ends at {end}; "
-                    "it is incomplete, copy it again"
-                )
+
+def _by_standard_name(path: Path, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
+    entries: dict[str, TensorInfo] = {}
+    for name, info in tensors.items():
+        standard = _standard_name(name)
+        if standard in entries:
+            raise ConfigError(f"{path} has the tensor {standard} under two names, one of them {name}")
+        entries[standard] = info
+    return entries
 
 
 def _standard_name(name: str) -> str:
@@ -130,21 +140,37 @@ def _type_name(type_id: int) -> str:
 
 
 def _row_bytes(entry: TensorInfo) -> int:
-    from gguf.constants import GGML_QUANT_SIZES
-
-    block, block_bytes = GGML_QUANT_SIZES[_quantization(entry.type_id)]
-    return int(entry.shape[-1] // block * block_bytes)
+    block, block_bytes = _block_sizes(entry.type_id)
+    return entry.shape[-1] // block * block_bytes
 
 
-def _check_type(path: Path, name: str, entry: TensorInfo) -> None:
-    """Raise unless the `gguf` package can turn a tensor into floats."""
+def _place(name: str, entry: TensorInfo) -> Place:
+    size_bytes = math.prod(entry.shape[:-1]) * _row_bytes(entry)
+    return Place(entry.offset_bytes, entry.offset_bytes + size_bytes, name)
+
+
+@cache
+def _block_sizes(type_id: int) -> tuple[int, int]:
+    """Elements and bytes of a block of a GGML type.
+
+    Raises
+    ------
+    ValueError, NotImplementedError, KeyError
+        Unless the `gguf` package can turn it into floats.
+    """
     from gguf.constants import GGML_QUANT_SIZES
     from gguf.quants import dequantize
 
+    block, block_bytes = GGML_QUANT_SIZES[_quantization(type_id)]
+    dequantize(np.zeros((1, block_bytes), np.uint8), _quantization(type_id))
+    return block, block_bytes
+
+
+def _check_entry(path: Path, name: str, entry: TensorInfo) -> None:
+    """Raise unless a tensor has a usable type, and rows of whole blocks."""
     try:
-        block, block_bytes = GGML_QUANT_SIZES[_quantization(entry.type_id)]
-        dequantize(np.zeros((1, block_bytes), np.uint8), _quantization(entry.type_id))
-    except (ValueError, NotImplementedError) as error:
+        block, _ = _block_sizes(entry.type_id)
+    except (ValueError, NotImplementedError, KeyError) as error:
         raise ConfigError(
             f"tensor {name} in {path} has GGUF type {entry.type_id}, which can't be read: {error}"
         ) from error

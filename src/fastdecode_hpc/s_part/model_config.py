@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fastdecode_hpc.config import ConfigError, ModelConfig, RopeScaling
+from fastdecode_hpc.config import ConfigError, ModelConfig, RopeScaling, naming, show
+from fastdecode_hpc.files import read_json_object
 from fastdecode_hpc.s_part.gguf_file import GGUFFile
 from fastdecode_hpc.s_part.layers import rope_frequencies, scale_frequencies
+from fastdecode_hpc.s_part.typed_values import TypedValues
 
 _ARCHITECTURES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral"}
 
@@ -29,198 +31,202 @@ def read_hf_config(folder: Path) -> ModelConfig:
     Raises
     ------
     ConfigError
-        If the architecture or a feature of it isn't supported, or a value is missing.
+        If the architecture or a feature of it isn't supported, or a value is missing or of another kind.
     """
-    raw = _read_json(folder / "config.json")
-    family = _family(raw)
-    _check_features(raw)
-    values = {**_DEFAULTS[family], **raw}
-    missing = [name for name in _REQUIRED if values.get(name) is None]
-    if missing:
-        raise ConfigError(f"{folder / 'config.json'} lacks {', '.join(missing)}")
-    rope_theta, rope_scaling = _rope(raw, values["max_position_embeddings"])
-    num_heads, bias = values["num_attention_heads"], bool(values.get("attention_bias"))
-    return ModelConfig(
-        vocab_size=values["vocab_size"],
-        hidden_size=values["hidden_size"],
-        intermediate_size=values["intermediate_size"],
-        num_layers=values["num_hidden_layers"],
-        num_heads=num_heads,
-        num_kv_heads=values.get("num_key_value_heads") or num_heads,
-        head_dim=values.get("head_dim") or values["hidden_size"] // num_heads,
-        max_context_len=values["max_position_embeddings"],
-        rms_norm_eps=float(values.get("rms_norm_eps", 1e-6)),
-        rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
-        tie_embeddings=bool(values.get("tie_word_embeddings", False)),
-        attention_bias=bias,
-        output_bias=bias,
-        mlp_bias=bool(values.get("mlp_bias")),
-        sliding_window=values["sliding_window"] if family == "mistral" else None,
-        eos_token_ids=_eos_ids(folder, raw),
-        bos_token_id=raw.get("bos_token_id"),
-        architecture=family,
-    )
+    path = folder / "config.json"
+    with naming(path):
+        return _hf_config(folder, read_json_object(path))
 
 
 def read_gguf_config(file: GGUFFile) -> ModelConfig:
     """The model of a GGUF file; raises as `read_hf_config`."""
-    meta, shapes = file.metadata, file.shapes
-    architecture = meta.get("general.architecture")
+    with naming(file.path):
+        return _gguf_config(file)
+
+
+def _hf_config(folder: Path, raw: dict[str, Any]) -> ModelConfig:
+    given = TypedValues(folder / "config.json", raw)
+    family = _family(given)
+    _check_features(given)
+    # A null replaces the default: a Mistral model without a window says so.
+    values = TypedValues(given.path, {**_DEFAULTS[family], **raw})
+    missing = [name for name in _REQUIRED if name not in values]
+    if missing:
+        raise ConfigError(f"{given.path} lacks {', '.join(missing)}")
+    rope_theta, rope_scaling = _rope(given, values.whole("max_position_embeddings"))
+    num_heads, bias = values.whole("num_attention_heads"), values.flag("attention_bias")
+    bos = given.ids("bos_token_id")
+    return ModelConfig(
+        vocab_size=values.whole("vocab_size"),
+        hidden_size=values.whole("hidden_size"),
+        intermediate_size=values.whole("intermediate_size"),
+        num_layers=values.whole("num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=values.whole("num_key_value_heads", 0) or num_heads,
+        head_dim=values.whole("head_dim", 0) or values.whole("hidden_size") // max(1, num_heads),
+        max_context_len=values.whole("max_position_embeddings"),
+        rms_norm_eps=values.number("rms_norm_eps", 1e-6),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        tie_embeddings=values.flag("tie_word_embeddings"),
+        attention_bias=bias,
+        output_bias=bias,
+        mlp_bias=values.flag("mlp_bias"),
+        sliding_window=values.whole("sliding_window", 0) or None if family == "mistral" else None,
+        eos_token_ids=_eos_ids(folder, given),
+        bos_token_id=bos[0] if bos else None,
+        architecture=family,
+    )
+
+
+def _gguf_config(file: GGUFFile) -> ModelConfig:
+    shapes, tokens = file.shapes, TypedValues(file.path, file.metadata)
+    architecture = file.metadata.get("general.architecture")
     if architecture != "llama":
-        raise ConfigError(f"{file.path} has architecture {architecture!r}; of GGUF files only 'llama' is supported")
-    values = {key.removeprefix("llama."): value for key, value in meta.items() if key.startswith("llama.")}
-    _check_gguf_features(file.path, values)
-    num_heads = _uniform(file.path, values, "attention.head_count")
-    hidden_size = _uniform(file.path, values, "embedding_length")
-    head_dim = int(values.get("attention.key_length") or hidden_size // num_heads)
+        raise ConfigError(f"{file.path} has architecture {show(architecture)}; of GGUF files only 'llama' is supported")
+    own = {key.removeprefix("llama."): value for key, value in file.metadata.items() if key.startswith("llama.")}
+    values = TypedValues(file.path, own, "llama.")
+    _check_gguf_features(values)
+    num_heads = _uniform(values, "attention.head_count")
+    hidden_size = _uniform(values, "embedding_length")
+    head_dim = values.whole("attention.key_length", 0) or hidden_size // max(1, num_heads)
     for key in ("rope.dimension_count", "attention.value_length"):
         if values.get(key, head_dim) != head_dim:
-            raise ConfigError(f"{file.path} has {key} {values[key]} and heads of {head_dim}; they must be equal")
+            raise ConfigError(f"{file.path} has {key} {show(values[key])} and heads of {head_dim}; they must be equal")
     config = ModelConfig(
-        vocab_size=shapes.get("model.embed_tokens.weight", (int(values.get("vocab_size", 0)),))[0],
+        vocab_size=shapes.get("model.embed_tokens.weight", (values.whole("vocab_size", 0),))[0],
         hidden_size=hidden_size,
-        intermediate_size=_uniform(file.path, values, "feed_forward_length"),
-        num_layers=_uniform(file.path, values, "block_count"),
+        intermediate_size=_uniform(values, "feed_forward_length"),
+        num_layers=_uniform(values, "block_count"),
         num_heads=num_heads,
-        num_kv_heads=_uniform(file.path, {"attention.head_count_kv": num_heads, **values}, "attention.head_count_kv"),
+        num_kv_heads=_uniform(values, "attention.head_count_kv", num_heads),
         head_dim=head_dim,
-        max_context_len=_uniform(file.path, values, "context_length"),
-        rms_norm_eps=float(values.get("attention.layer_norm_rms_epsilon", 1e-5)),
-        rope_theta=float(values.get("rope.freq_base", 10000.0)),
-        rope_scaling=_gguf_linear_scaling(file.path, values),
+        max_context_len=_uniform(values, "context_length"),
+        rms_norm_eps=values.number("attention.layer_norm_rms_epsilon", 1e-5),
+        rope_theta=values.number("rope.freq_base", 10000.0),
+        rope_scaling=_gguf_linear_scaling(values),
         tie_embeddings="lm_head.weight" not in shapes,
         attention_bias="model.layers.0.self_attn.q_proj.bias" in shapes,
         output_bias="model.layers.0.self_attn.o_proj.bias" in shapes,
         mlp_bias="model.layers.0.mlp.gate_proj.bias" in shapes,
-        sliding_window=values.get("attention.sliding_window") or None,
-        eos_token_ids=_gguf_eos_ids(meta),
-        bos_token_id=meta.get("tokenizer.ggml.bos_token_id"),
+        sliding_window=values.whole("attention.sliding_window", 0) or None,
+        eos_token_ids=_gguf_eos_ids(tokens),
+        bos_token_id=next(iter(tokens.ids("tokenizer.ggml.bos_token_id")), None),
     )
     return _with_gguf_divisors(file, config, values)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} must hold a JSON object, not {type(value).__name__}")
-    return value
-
-
-def _family(raw: Mapping[str, Any]) -> str:
+def _family(given: TypedValues) -> str:
     """The supported family that config.json names."""
-    names = raw.get("architectures") or []
+    listed = given.get("architectures", [])
+    names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+    kind = given.text("model_type", "")
     known = [_ARCHITECTURES[name] for name in names if name in _ARCHITECTURES]
-    if not names and raw.get("model_type") in _ARCHITECTURES.values():
-        return str(raw["model_type"])
+    if not listed and kind in _ARCHITECTURES.values():
+        return kind
     if not known:
-        what = ", ".join(names) or raw.get("model_type")
+        what = ", ".join(names) or kind or show(listed)
         raise ConfigError(f"the model's architecture is {what}; supported are {', '.join(_ARCHITECTURES)}")
     return known[0]
 
 
-def _check_features(raw: Mapping[str, Any]) -> None:
+def _check_features(given: TypedValues) -> None:
     """Raise for what changes the arithmetic in a way that isn't implemented."""
-    if raw.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise ConfigError(f"the model's hidden_act is {raw['hidden_act']!r}; only 'silu' is supported")
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unnamed")
+    if given.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise ConfigError(f"the model's hidden_act is {show(given['hidden_act'])}; only 'silu' is supported")
+    quantisation = given.inner("quantization_config")
+    if quantisation:
         raise ConfigError(
-            f"the model has a quantization_config ({method}); only unquantised safetensors are read: take the "
-            "original checkpoint or a GGUF file"
+            f"the model has a quantization_config ({quantisation.text('quant_method', 'unnamed')}); only unquantised "
+            "safetensors are read: take the original checkpoint or a GGUF file"
         )
-    if raw.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError(f"the model's partial_rotary_factor is {raw['partial_rotary_factor']}; only 1 is supported")
+    _check_whole_rotation(given)
 
 
-def _rope(raw: Mapping[str, Any], max_position: int) -> tuple[float, RopeScaling | None]:
+def _check_whole_rotation(values: TypedValues) -> None:
+    factor = values.number("partial_rotary_factor", 1.0)
+    if factor != 1.0:
+        raise ConfigError(f"the model's partial_rotary_factor is {factor}; only 1 is supported")
+
+
+def _rope(given: TypedValues, max_position: int) -> tuple[float, RopeScaling | None]:
     """Base and scaling of the rotary embedding, from ``rope_parameters`` or the older ``rope_scaling``."""
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    theta = float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0)
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ConfigError(f"the model's partial_rotary_factor is {rope['partial_rotary_factor']}; only 1 is supported")
+    rope = given.inner("rope_parameters") or given.inner("rope_scaling")
+    theta = rope.number("rope_theta", 0.0) or given.number("rope_theta", 0.0) or 10000.0
+    _check_whole_rotation(rope)
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise ConfigError(f"the model has rope parameters per layer type ({', '.join(rope)}); one set is supported")
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = rope.text("rope_type", rope.text("type", "default"))
     if kind == "default":
         return theta, None
     if kind == "linear":
-        return theta, RopeScaling("linear", float(_needed(rope, "factor")))
+        return theta, RopeScaling("linear", _needed(rope, kind, "factor"))
     if kind != "llama3":
-        raise ConfigError(f"the model's rope type is {kind!r}; supported are default, linear and llama3")
-    scaling = RopeScaling(
+        raise ConfigError(f"the model's rope type is {show(kind)}; supported are default, linear and llama3")
+    return theta, RopeScaling(
         "llama3",
-        float(_needed(rope, "factor")),
-        float(_needed(rope, "low_freq_factor")),
-        float(_needed(rope, "high_freq_factor")),
-        int(rope.get("original_max_position_embeddings") or max_position),
+        _needed(rope, kind, "factor"),
+        _needed(rope, kind, "low_freq_factor"),
+        _needed(rope, kind, "high_freq_factor"),
+        rope.whole("original_max_position_embeddings", 0) or max_position,
     )
-    if not scaling.high_freq_factor > scaling.low_freq_factor:
-        raise ConfigError(f"rope high_freq_factor {scaling.high_freq_factor} must be above {scaling.low_freq_factor}")
-    return theta, scaling
 
 
-def _needed(rope: Mapping[str, Any], key: str) -> Any:
-    if rope.get(key) is None:
-        raise ConfigError(f"the model's rope scaling of type {rope.get('rope_type', rope.get('type'))} lacks {key}")
-    return rope[key]
+def _needed(rope: TypedValues, kind: str, key: str) -> float:
+    if key not in rope:
+        raise ConfigError(f"the model's rope scaling of type {kind} lacks {key}")
+    return rope.number(key)
 
 
-def _eos_ids(folder: Path, raw: Mapping[str, Any]) -> tuple[int, ...]:
+def _eos_ids(folder: Path, given: TypedValues) -> tuple[int, ...]:
     """End-of-sequence ids of config.json and generation_config.json, each once."""
     path = folder / "generation_config.json"
-    generation = _read_json(path) if path.is_file() else {}
-    ids: dict[int, None] = {}
-    for value in (raw.get("eos_token_id"), generation.get("eos_token_id")):
-        ids.update(dict.fromkeys(value if isinstance(value, list) else [] if value is None else [value]))
-    return tuple(ids)
+    generation = TypedValues(path, read_json_object(path) if path.is_file() else {})
+    return tuple(dict.fromkeys((*given.ids("eos_token_id"), *generation.ids("eos_token_id"))))
 
 
-def _uniform(path: Path, values: Mapping[str, Any], key: str) -> int:
+def _uniform(values: TypedValues, key: str, default: int | None = None) -> int:
     """A whole number of GGUF metadata; a list per layer only where all entries are equal."""
-    value = values.get(key)
-    if value is None:
-        raise ConfigError(f"{path} lacks the metadata llama.{key}")
-    if isinstance(value, list):
-        if len(set(value)) != 1:
-            raise ConfigError(f"{path} has llama.{key} per layer, {value}; layers must be equal")
-        value = value[0]
-    return int(value)
+    listed = values.get(key)
+    if not isinstance(listed, list):
+        return values.whole(key, default)
+    if not listed or any(value != listed[0] for value in listed):
+        raise ConfigError(f"{values.path} has llama.{key} per layer, {show(listed)}; layers must be equal")
+    return TypedValues(values.path, {key: listed[0]}, "llama.").whole(key)
 
 
-def _check_gguf_features(path: Path, values: Mapping[str, Any]) -> None:
+def _check_gguf_features(values: TypedValues) -> None:
     if values.get("expert_count"):
-        raise ConfigError(f"{path} is a mixture of {values['expert_count']} experts, which isn't supported")
+        raise ConfigError(
+            f"{values.path} is a mixture of {show(values['expert_count'])} experts, which isn't supported"
+        )
     for key in ("attention.scale", "attention.temperature_scale", "logit_scale", "embedding_scale", "residual_scale"):
         if values.get(key):
-            raise ConfigError(f"{path} sets llama.{key}, which isn't supported")
+            raise ConfigError(f"{values.path} sets llama.{key}, which isn't supported")
 
 
-def _gguf_linear_scaling(path: Path, values: Mapping[str, Any]) -> RopeScaling | None:
-    kind = values.get("rope.scaling.type") or ("linear" if "rope.scale_linear" in values else "none")
-    factor = float(values.get("rope.scaling.factor") or values.get("rope.scale_linear") or 1.0)
+def _gguf_linear_scaling(values: TypedValues) -> RopeScaling | None:
+    kind = values.text("rope.scaling.type", "linear" if "rope.scale_linear" in values else "none")
+    factor = values.number("rope.scaling.factor", 0.0) or values.number("rope.scale_linear", 0.0) or 1.0
     if kind not in ("none", "linear"):
-        raise ConfigError(f"{path} has rope scaling {kind!r}; supported in GGUF files are linear and rope_freqs.weight")
+        raise ConfigError(
+            f"{values.path} has rope scaling {show(kind)}; supported in GGUF files are linear and rope_freqs.weight"
+        )
     return RopeScaling("linear", factor) if kind == "linear" and factor != 1.0 else None
 
 
-def _with_gguf_divisors(file: GGUFFile, config: ModelConfig, values: Mapping[str, Any]) -> ModelConfig:
+def _with_gguf_divisors(file: GGUFFile, config: ModelConfig, values: TypedValues) -> ModelConfig:
     """`config` with the llama3 scaling that ``rope_freqs.weight`` was made from.
 
     The file keeps the divisors alone, so the usual parameters are tried and must give the same divisors.
     """
-    import dataclasses
-
-    divisors = file.rope_divisors()
+    divisors = file.rope_divisors(config.head_dim // 2)
     if divisors is None or bool((divisors == 1).all()):
         return config
     frequencies = rope_frequencies(dataclasses.replace(config, rope_scaling=None))
-    if config.rope_scaling is None and divisors.shape == frequencies.shape:
-        for original in (values.get("rope.scaling.original_context_length"), 8192):
-            scaling = RopeScaling("llama3", float(divisors.max()), 1.0, 4.0, int(original or 8192))
+    if config.rope_scaling is None:
+        for original in (values.whole("rope.scaling.original_context_length", 0) or 8192, 8192):
+            scaling = RopeScaling("llama3", float(divisors.max()), 1.0, 4.0, original)
             if torch.allclose(frequencies / divisors, scale_frequencies(frequencies, scaling), rtol=1e-4, atol=0):
                 return dataclasses.replace(config, rope_scaling=scaling)
     raise ConfigError(
@@ -229,7 +235,6 @@ def _with_gguf_divisors(file: GGUFFile, config: ModelConfig, values: Mapping[str
     )
 
 
-def _gguf_eos_ids(meta: Mapping[str, Any]) -> tuple[int, ...]:
+def _gguf_eos_ids(tokens: TypedValues) -> tuple[int, ...]:
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-    ids = (meta.get(f"tokenizer.ggml.{key}") for key in keys)
-    return tuple(dict.fromkeys(int(token) for token in ids if token is not None))
+    return tuple(dict.fromkeys(token for key in keys for token in tokens.ids(f"tokenizer.ggml.{key}")))

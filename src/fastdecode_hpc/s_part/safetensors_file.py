@@ -1,24 +1,27 @@
 """Reading safetensors row by row: one file, or the shards of an index.
 
-Files are read, not mapped: touched pages of a mapping would count as this process's memory.
+Files are read, not mapped: touched pages of a mapping would count as this process's memory. Nothing in them is run
+or unpickled.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 
-from fastdecode_hpc.config import ConfigError
+from fastdecode_hpc.config import ConfigError, show
+from fastdecode_hpc.files import parse_json_object, read_json_object
+from fastdecode_hpc.s_part.tensor_places import Place, check_places
 
 _TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 _DTYPE_NAMES = {"F32": "fp32", "F16": "fp16", "BF16": "bf16", "F64": "fp32"}
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_MAX_DIMENSIONS = 8
 
 
 class _Entry(NamedTuple):
@@ -26,6 +29,10 @@ class _Entry(NamedTuple):
     offset_bytes: int
     type_name: str
     shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * int(_TYPES[self.type_name].itemsize)
 
 
 class SafetensorsCheckpoint:
@@ -40,11 +47,13 @@ class SafetensorsCheckpoint:
     permuted_qk = False
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._entries: dict[str, _Entry] = {}
         for path in _files(folder):
             for name, entry in _read_header(path).items():
                 if name in self._entries:
-                    raise ConfigError(f"tensor {name} is in both {self._entries[name].path.name} and {path.name}")
+                    other = self._entries[name].path.name
+                    raise ConfigError(f"tensor {name} is in both {other} and {path.name} of {folder}")
                 self._entries[name] = entry
 
     @property
@@ -58,6 +67,8 @@ class SafetensorsCheckpoint:
         sizes: dict[str, int] = {}
         for entry in self._entries.values():
             sizes[entry.type_name] = sizes.get(entry.type_name, 0) + math.prod(entry.shape)
+        if not sizes:
+            raise ConfigError(f"the checkpoint in {self._folder} holds no tensors")
         return _DTYPE_NAMES[max(sizes, key=lambda name: sizes[name])]
 
     def read(self, name: str, first: int, count: int) -> Tensor:
@@ -77,13 +88,7 @@ def _files(folder: Path) -> list[Path]:
     """The files that hold the folder's weights."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
-        shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        missing = [shard for shard in shards if not (folder / shard).is_file()]
-        if missing:
-            raise ConfigError(
-                f"{len(missing)} of {len(shards)} shards are missing in {folder}: {', '.join(missing[:5])}"
-            )
-        return [folder / shard for shard in shards]
+        return _shards(index)
     if single.is_file():
         return [single]
     raise ConfigError(
@@ -92,31 +97,77 @@ def _files(folder: Path) -> list[Path]:
     )
 
 
+def _shards(index: Path) -> list[Path]:
+    """The files that an index names; they may be links, as in the cache of huggingface_hub, but stand beside it."""
+    places = read_json_object(index).get("weight_map")
+    if not isinstance(places, dict) or not places:
+        raise ConfigError(f"{index} has weight_map {show(places)}; it must be an object of shards by tensor")
+    for name, shard in places.items():
+        if not isinstance(shard, str) or not _is_inside(shard):
+            raise ConfigError(f"{index} places tensor {name} in {show(shard)}; it must be a file in {index.parent}")
+    shards = sorted(set(places.values()))
+    missing = [shard for shard in shards if not _is_file(index.parent / shard)]
+    if missing:
+        raise ConfigError(
+            f"{len(missing)} of {len(shards)} shards are missing in {index.parent}: {', '.join(missing[:5])}"
+        )
+    return [index.parent / shard for shard in shards]
+
+
+def _is_inside(name: str) -> bool:
+    path = Path(name)
+    return not path.is_absolute() and ".." not in path.parts
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name that no file can have
+        return False
+
+
 def _read_header(path: Path) -> dict[str, _Entry]:
     """The tensors of one file, checked against its size."""
-    file_bytes = path.stat().st_size
     try:
+        file_bytes = path.stat().st_size
         with path.open("rb") as file:
             (header_bytes,) = struct.unpack("<Q", file.read(8))
             if header_bytes > min(file_bytes, _MAX_HEADER_BYTES):
                 raise ValueError(f"a header of {header_bytes} bytes")
-            header: dict[str, Any] = json.loads(file.read(header_bytes))
+            header = parse_json_object(file.read(header_bytes))
     except (struct.error, ValueError) as error:
         raise ConfigError(f"{path} is not a whole safetensors file: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     header.pop("__metadata__", None)
-    return {name: _entry(path, name, info, 8 + header_bytes, file_bytes) for name, info in header.items()}
+    entries = {name: _entry(path, name, info, 8 + header_bytes) for name, info in header.items()}
+    check_places(path, (Place(e.offset_bytes, e.offset_bytes + e.size_bytes, name) for name, e in entries.items()))
+    return entries
 
 
-def _entry(path: Path, name: str, info: dict[str, Any], data_offset: int, file_bytes: int) -> _Entry:
-    type_name, shape = info["dtype"], tuple(info["shape"])
-    begin, end = info["data_offsets"]
-    if type_name not in _TYPES:
-        raise ConfigError(f"tensor {name} in {path} has type {type_name}; only {', '.join(_TYPES)} are read")
-    if end - begin != math.prod(shape) * _TYPES[type_name].itemsize:
-        raise ConfigError(f"tensor {name} in {path} has {end - begin} bytes, which is not its shape {list(shape)}")
-    if data_offset + end > file_bytes:
+def _entry(path: Path, name: str, info: Any, data_offset: int) -> _Entry:
+    where = f"tensor {name} in {path}"
+    fields = info if isinstance(info, dict) else {}
+    type_name, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
+    if not _are_sizes(shape) or len(shape) > _MAX_DIMENSIONS or not _are_sizes(offsets) or len(offsets) != 2:
         raise ConfigError(
-            f"{path} has {file_bytes} bytes, but tensor {name} ends at {data_offset + end}; "
-            "it is incomplete, copy it again"
+            f"{where} is described as {show(info)}; it must have a dtype, a shape of at most {_MAX_DIMENSIONS} "
+            "sizes, and two data_offsets"
         )
-    return _Entry(path, data_offset + begin, type_name, shape)
+    if not isinstance(type_name, str) or type_name not in _TYPES:
+        raise ConfigError(f"{where} has type {_named(type_name)}; only {', '.join(_TYPES)} are read")
+    entry = _Entry(path, data_offset + offsets[0], type_name, tuple(shape))
+    if offsets[1] - offsets[0] != entry.size_bytes:
+        raise ConfigError(f"{where} has {offsets[1] - offsets[0]} bytes, which is not its shape {show(shape)}")
+    return entry
+
+
+def _named(type_name: Any) -> str:
+    return type_name if isinstance(type_name, str) else show(type_name)
+
+
+def _are_sizes(values: Any) -> TypeGuard[list[int]]:
+    """Whether these are whole numbers that a file could have."""
+    return isinstance(values, list) and all(
+        isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63 for value in values
+    )

@@ -7,7 +7,7 @@ memory than the weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -107,9 +107,10 @@ def load_weights(
         If tensors are missing, unknown or of another shape, all named before anything is read.
     """
     checkpoint = open_checkpoint(path)
+    # Before memory is taken: what the files hold bounds it, whatever sizes the configuration claims.
+    _check_names(path, config, checkpoint, _targets(config, _allocate(config, dtype, torch.device("meta"))))
     weights = _allocate(config, dtype, device)
     targets = list(_targets(config, weights))
-    _check_names(path, config, checkpoint, targets)
     done_bytes, total_bytes = 0, weights.size_bytes
     for target in targets:
         _fill(target, checkpoint)
@@ -194,7 +195,7 @@ def _linear_targets(name: str, weight: Tensor, bias: Tensor | None, head_dim: in
         yield _Target(name + ".bias", bias, head_dim)
 
 
-def _check_names(path: Path, config: ModelConfig, checkpoint: Checkpoint, targets: list[_Target]) -> None:
+def _check_names(path: Path, config: ModelConfig, checkpoint: Checkpoint, targets: Iterable[_Target]) -> None:
     """Raise unless the checkpoint holds exactly the targets, in their shapes."""
     wanted = {target.name: tuple(target.place.shape) for target in targets}
     present = {name: shape for name, shape in checkpoint.shapes.items() if not _is_ignored(name, config)}
