@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import tiny_files
 from fastdecode_hpc.batch.requests import RequestError, read_requests
+from fastdecode_hpc.batch.resume import load_recorded
 from fastdecode_hpc.config import ConfigError
 from fastdecode_hpc.gguf_header import read_gguf_header
 from fastdecode_hpc.gguf_tokenizer import build_gguf_tokenizer
@@ -20,11 +21,6 @@ from fastdecode_hpc.s_part.gguf_file import GGUFFile
 from fastdecode_hpc.s_part.model_config import read_gguf_config, read_hf_config
 from fastdecode_hpc.s_part.safetensors_file import SafetensorsCheckpoint
 from fastdecode_hpc.sequence import Request, SamplingParams
-
-try:
-    from fastdecode_hpc.batch.resume import load_recorded
-except ImportError:
-    from fastdecode_hpc.batch.resume import load_recorded
 
 REQUESTS = b"\n".join(
     json.dumps(line).encode()
