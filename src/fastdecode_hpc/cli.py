@@ -75,6 +75,10 @@ def _add_generate(commands: Any) -> None:
     files.add_argument(
         "--auto-id", action="store_true", help="give lines without a custom_id one, and make repeated ones unique"
     )
+    files.add_argument(
+        "--verify", type=int, default=0, metavar="K",
+        help="when all is done, recompute K random finished requests plainly and compare (default: 0)",
+    )  # fmt: skip
     ends = parser.add_argument_group("when to end early")
     ends.add_argument("--max-errors", type=int, metavar="N", help="end with code 4 after more than N failed requests")
     ends.add_argument(
@@ -256,6 +260,7 @@ def _job_files(args: argparse.Namespace, defaults: SamplingParams) -> JobFiles:
         report=args.report,
         max_errors=_max_errors(args),
         auto_id=args.auto_id,
+        verify=args.verify,
         defaults=defaults,
     )
 

@@ -16,15 +16,17 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from fastdecode_hpc import host, startup
-from fastdecode_hpc.config import ConfigError, RunConfig
+from fastdecode_hpc.config import ConfigError, RunConfig, parse_kv_dtype
 from fastdecode_hpc.files import OutputError
+from fastdecode_hpc.intake import noise_of
 from fastdecode_hpc.launch import detect
 from fastdecode_hpc.log import set_up_logging
 from fastdecode_hpc.model_files import resolve_model
 from fastdecode_hpc.results import Completion, Hooks, RunStats
-from fastdecode_hpc.sequence import Request, SamplingParams
+from fastdecode_hpc.sequence import Request, SamplingParams, Sequence
 from fastdecode_hpc.setup import Hello, RankSetup, Setup, decide_setup, weights_on_host
 from fastdecode_hpc.startup import Dismissed
+from fastdecode_hpc.verify import Verdict, Verification, tolerance_nats
 
 logger = logging.getLogger(__name__)
 
@@ -313,6 +315,31 @@ class Engine:
         self.work()
         return None
 
+    def verify(self, completions: Iterable[Completion]) -> Verification:
+        """Recompute what a run has generated with a plain reference, token by token, and compare.
+
+        On rank 0 and not collective: the others may wait in `close`, or for their next run, meanwhile. Completions with
+        an error are left out, as is the rest once this process has been asked to end.
+
+        Returns
+        -------
+        Verification
+            With a verdict for each choice of each request.
+        """
+        from fastdecode_hpc.s_part.reference import Reference
+        from fastdecode_hpc.s_part.wire import dtype_name
+
+        assert self._s_part is not None
+        run, reference = self.run_config, Reference(self._s_part)
+        types = (dtype_name(self._s_part.dtype), run.wire_dtype, *parse_kv_dtype(run.kv_dtype))
+        found = Verification(tolerance_nats(types))
+        finished = (completion for completion in completions if completion.error is None)
+        for request, seq in ((c.request, seq) for c in finished for seq in _sequences(c, run.seed)):
+            if self.stop_requested():
+                break
+            found.verdicts.append(Verdict(request.index, request.custom_id, seq.choice, reference.compare(seq)))
+        return found
+
     def work(self) -> None:
         """Be an R-worker for one run; ranks other than 0 call this or `run`."""
         end = self._make_r_end()
@@ -406,3 +433,22 @@ def _as_request(index: int, prompt: str | list[int] | Request, params: SamplingP
     if isinstance(prompt, Request):
         return prompt
     return Request(index=index, custom_id=None, prompt=prompt, params=params or SamplingParams())
+
+
+def _sequences(completion: Completion, run_seed: int) -> Iterator[Sequence]:
+    """The sequences that a completion's choices came from, as they ended."""
+    request = completion.request
+    for number, choice in enumerate(completion.choices):
+        seed, noise_key = noise_of(request, choice.prompt_ids, run_seed)
+        yield Sequence(
+            seq_id=number,
+            index=request.index,
+            prompt_ids=choice.prompt_ids,
+            params=request.params,
+            max_new_tokens=len(choice.token_ids),
+            choice=number,
+            seed=seed,
+            noise_key=noise_key,
+            output_ids=choice.token_ids,
+            logprobs=choice.logprobs or [],
+        )

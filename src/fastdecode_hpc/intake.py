@@ -107,6 +107,7 @@ class Intake:
 
     def _make_sequence(self, request: Request, prompt_ids: list[int], max_new_tokens: int, choice: int) -> Sequence:
         self._num_made += 1
+        seed, noise_key = noise_of(request, prompt_ids, self.seed)
         return Sequence(
             seq_id=self._num_made,
             index=request.index,
@@ -114,8 +115,8 @@ class Intake:
             params=request.params,
             max_new_tokens=max_new_tokens,
             choice=choice,
-            seed=self.seed if request.params.seed is None else request.params.seed,
-            noise_key=_noise_key(request, prompt_ids),
+            seed=seed,
+            noise_key=noise_key,
             forced_ids=request.known_ids[choice] if choice < len(request.known_ids) else (),
         )
 
@@ -203,19 +204,20 @@ class Intake:
         )
 
 
-def _noise_key(request: Request, prompt_ids: list[int]) -> int:
-    """Whose random numbers a sequence draws, beside its seed.
+def noise_of(request: Request, prompt_ids: list[int], run_seed: int) -> tuple[int, int]:
+    """Seed and key (64 bit) of the random numbers that a request's sequences draw.
 
     A seed of the request's own promises the same tokens for the same prompt wherever it stands; two prompts that share
     a seed still draw different numbers. With the run's seed, equal prompts must differ: the id tells them apart and,
     without one, the place in the input.
     """
-    if request.params.seed is not None:
-        data = array("q", prompt_ids).tobytes()
-    elif request.custom_id is not None:
-        data = request.custom_id.encode("utf-8", "surrogatepass")
-    else:
-        return request.index
+    own, custom_id = request.params.seed, request.custom_id
+    if own is not None:
+        return own, _hash(array("q", prompt_ids).tobytes())
+    return run_seed, request.index if custom_id is None else _hash(custom_id.encode("utf-8", "surrogatepass"))
+
+
+def _hash(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 

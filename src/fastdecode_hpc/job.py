@@ -25,6 +25,7 @@ from fastdecode_hpc.sequence import Request
 from fastdecode_hpc.signals import StopRequest
 from fastdecode_hpc.startup import Dismissed
 from fastdecode_hpc.timing import StepTimes
+from fastdecode_hpc.verify import Reservoir
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +111,7 @@ class Job:
             The exit code.
         """
         self.engine, files = engine, self.files
+        self._sample: Reservoir[Completion] = Reservoir(files.verify, engine.run_config.seed)
         self._progress = ProgressLine(self._total, len(self._recorded))
         tokenizer, model = engine.tokenizer, self.run_config.model
         responses = Responses(Path(model).name, tokenizer.token_bytes if tokenizer is not None else None)
@@ -127,7 +129,9 @@ class Job:
             self._progress.close()
         code = self._exit_code(stats)
         save_parked(files.parked, self._parked)
-        self._tell(stats, code)
+        status = self._tell(stats, code)
+        if files.verify:
+            self._verify(status)
         return code
 
     def _tell_failure(self, error: BaseException) -> None:
@@ -203,6 +207,7 @@ class Job:
         )
         self._parked.pop(request.index, None)
         self._progress.request(failed=False)
+        self._sample.offer(request.index, completion)
         if self.files.report:
             self._report.add_request(_request_figures(completion))
 
@@ -228,7 +233,7 @@ class Job:
             return EXIT_STOPPED
         return EXIT_SOME_FAILED if self._num_errors else EXIT_OK
 
-    def _tell(self, stats: RunStats, code: int) -> None:
+    def _tell(self, stats: RunStats, code: int) -> dict[str, Any]:
         """Say how the job ended: in the status file for programs, in a few lines for people."""
         figures = {name: value for name, (value, _) in stats.summary(self.engine.t_load_s).items()}
         num_left = self._total - len(self._recorded) - self._writer.num_written
@@ -244,6 +249,19 @@ class Job:
             **figures,
         )
         logger.info("%s", format_status(status, self.files))
+        return status
+
+    def _verify(self, status: dict[str, Any]) -> None:
+        """Recompute some of what was written, and add the outcome to the status; the exit code is as it was.
+
+        The records are complete and the status is written, so a signal or a time limit costs nothing here.
+        """
+        sample = self._sample.items
+        logger.info("verify: recomputing %d finished requests with a plain reference", len(sample))
+        found = self.engine.verify(sample)
+        for is_warning, text in found.lines():
+            logger.log(logging.WARNING if is_warning else logging.INFO, text)
+        self._put_status({**status, "verify": found.as_dict()})
 
     def _reason(self, code: int) -> str | None:
         if code == EXIT_TOO_MANY_ERRORS:

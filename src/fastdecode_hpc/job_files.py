@@ -29,6 +29,7 @@ class JobFiles:
     output: Path
     overwrite: bool = False
     report: Path | None = None
+    verify: int = 0  # finished requests to recompute afterwards
     max_errors: int | None = None
     auto_id: bool = False
     defaults: SamplingParams = field(default_factory=SamplingParams)
@@ -63,6 +64,8 @@ class JobFiles:
         """
         if self.max_errors is not None and self.max_errors < 0:
             raise ConfigError(f"--max-errors is {self.max_errors}; it must be at least 0")
+        if self.verify < 0:
+            raise ConfigError(f"--verify is {self.verify}; it must be at least 0")
         if str(self.output) == STDIN:
             raise ConfigError("the output cannot be standard output: records are read back to resume; name a file")
         if self.input != STDIN and not Path(self.input).is_file():

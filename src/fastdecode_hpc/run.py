@@ -70,7 +70,7 @@ class Run:
         self.setup, self.config, self.s_part = setup, config, s_part
         self.tokenizer, self.hooks, self.stop_requested = tokenizer, hooks, stop_requested
         self.stats = RunStats()
-        self._accepted: dict[int, Accepted] = {}  # by seq_id, until all sequences of the request have ended
+        self._accepted: dict[int, Accepted] = {}  # by seq_id, until the sequence has ended
         self._streams: dict[int, TextStream] = {}  # by seq_id, where there are stop strings
         self._placement = Placement(
             setup.layout,
@@ -178,8 +178,6 @@ class Run:
         """The answer to a request whose sequences have all ended."""
         request, seqs = accepted.request, accepted.seqs
         choices = [self._choice(seq) for seq in seqs]
-        for seq in seqs:
-            del self._accepted[seq.seq_id]
         return Completion(
             request,
             choices,
@@ -205,6 +203,7 @@ class Run:
             seq.output_ids,
             seq.finish_reason,
             seq.logprobs if seq.params.logprobs is not None else None,
+            seq.prompt_ids,
         )
 
     def _text_of(self, seq: Sequence, stream: TextStream | None) -> str:

@@ -188,6 +188,7 @@ class Choice:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None  # stop | length
     logprobs: list[TokenLogprob] | None = None
+    prompt_ids: list[int] = field(default_factory=list)  # that it goes on from, as tokenised
 
 
 @dataclass(slots=True)

@@ -73,6 +73,14 @@ def test_lengths_at_the_limit_of_the_context(checkpoint: Path) -> None:
     assert (len(last.token_ids), last.notes) == (27, ["max_new_tokens clamped from 320 to 27"])
 
 
+def test_choices_that_end_with_the_same_step_make_one_completion(checkpoint: Path) -> None:
+    params = SamplingParams(max_new_tokens=6, temperature=1.0, n=4, ignore_eos=True)
+    prompts = [random_prompt(5, seed=1), random_prompt(9, seed=2)]
+    (completion,) = make_engine(checkpoint).generate([Request(0, None, prompts, params=params)])
+    assert [len(choice.token_ids) for choice in completion.choices] == [6] * 8
+    assert len({tuple(choice.token_ids) for choice in completion.choices}) == 8
+
+
 def test_bad_prompts_fail_alone(checkpoint: Path) -> None:
     engine = make_engine(checkpoint)
     good = random_prompt(5)

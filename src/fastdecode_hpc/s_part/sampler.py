@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fastdecode_hpc.s_part.penalties import Put, adjust
@@ -131,6 +132,11 @@ def _choose_tokens(logits: Tensor, seqs: list[Sequence], put: Put) -> Tensor:
     return tokens
 
 
+def random_numbers(seqs: list[Sequence]) -> NDArray[np.float64]:
+    """The number in [0, 1) that each sequence's next token is drawn with: ``[num_rows]``."""
+    return uniform(np.array([[s.seed, s.noise_key, s.choice, len(s.output_ids)] for s in seqs], np.uint64))
+
+
 def _draw(logits: Tensor, seqs: list[Sequence], put: Put) -> Tensor:
     """Sample one token a row by inverting its distribution function at the row's random number.
 
@@ -142,8 +148,7 @@ def _draw(logits: Tensor, seqs: list[Sequence], put: Put) -> Tensor:
     probs = _filter(scaled, seqs, put)
     # float64: with 100k tokens a float32 running sum loses the tail.
     cdf = probs.double().cumsum(dim=-1)
-    names = np.array([[s.seed, s.noise_key, s.choice, len(s.output_ids)] for s in seqs], np.uint64)
-    target = put(torch.from_numpy(uniform(names))[:, None]) * cdf[:, -1:]
+    target = put(torch.from_numpy(random_numbers(seqs))[:, None]) * cdf[:, -1:]
     picks = torch.searchsorted(cdf, target, right=True).squeeze(-1)
     # Rounding can put the target on the very end: the last token with any mass is meant then.
     last = probs.shape[-1] - 1 - (probs > 0).flip(-1).int().argmax(dim=-1)

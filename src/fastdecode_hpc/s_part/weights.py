@@ -7,7 +7,7 @@ memory than the weights.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -62,7 +62,7 @@ class Weights:
     """All weights of a model, of one type on one device."""
 
     embedding: Tensor  # [vocab_size, hidden_size]
-    layers: list[LayerWeights]
+    layers: Sequence[LayerWeights]
     final_norm: Tensor  # [hidden_size]
     lm_head: Tensor  # [vocab_size, hidden_size]; the embedding itself where the model ties them
 

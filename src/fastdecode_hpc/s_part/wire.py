@@ -8,6 +8,11 @@ from torch import Tensor
 TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name that options have for a type of `TORCH_DTYPES`."""
+    return next(name for name, known in TORCH_DTYPES.items() if known == dtype)
+
+
 class WireCast:
     """Converts S-Part rows to the wire type, counting what saturates.
 
