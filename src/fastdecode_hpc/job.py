@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,6 +17,17 @@ from fastdecode_hpc.config import ConfigError, RunConfig
 from fastdecode_hpc.engine import Engine
 from fastdecode_hpc.files import write_json
 from fastdecode_hpc.job_files import STDIN, JobFiles, spool_standard_input
+from fastdecode_hpc.job_status import (
+    EXIT_INTERNAL,
+    EXIT_OK,
+    EXIT_SOME_FAILED,
+    EXIT_STOPPED,
+    EXIT_TOO_MANY_ERRORS,
+    EXIT_USAGE,
+    STATE_OF_EXIT,
+    format_status,
+    last_code,
+)
 from fastdecode_hpc.progress import ProgressLine
 from fastdecode_hpc.provenance import run_attributes
 from fastdecode_hpc.results import Completion, Hooks, RunStats
@@ -28,16 +38,6 @@ from fastdecode_hpc.timing import StepTimes
 from fastdecode_hpc.verify import Reservoir
 
 logger = logging.getLogger(__name__)
-
-EXIT_OK, EXIT_INTERNAL, EXIT_USAGE, EXIT_SOME_FAILED, EXIT_TOO_MANY_ERRORS, EXIT_STOPPED = 0, 1, 2, 3, 4, 75
-STATE_OF_EXIT = {
-    EXIT_OK: "finished",
-    EXIT_INTERNAL: "internal error",
-    EXIT_USAGE: "usage error",
-    EXIT_SOME_FAILED: "finished, some requests failed",
-    EXIT_TOO_MANY_ERRORS: "stopped: too many request errors",
-    EXIT_STOPPED: "stopped early, resumable",
-}
 
 
 class Job:
@@ -75,7 +75,9 @@ class Job:
         fingerprint = take_fingerprint(self.run_config, files.defaults, model, auto_id=files.auto_id)
         if files.has_output:
             check_fingerprint(files.fingerprint, fingerprint, files.output)
-            self._recorded, self._parked = load_recorded(files.output), load_parked(files.parked)
+            self._recorded = load_recorded(files.output)
+            parked = load_parked(files.parked).items()  # a run that was killed has answered some of these
+            self._parked = {index: entry for index, entry in parked if index not in self._recorded}
         if files.input == STDIN:
             self._spooled, is_whole = spool_standard_input(files.output.parent, self.stop)
             self._input, self._cut_short = self._spooled.name, not is_whole
@@ -89,7 +91,7 @@ class Job:
             return
         code = EXIT_SOME_FAILED if self._recorded.num_failed else EXIT_OK
         logger.info("all %d requests have their record in %s; nothing to run", self._total, self.files.output)
-        if _last_code(self.files.status) != code:  # the run that wrote the last record was killed right then
+        if last_code(self.files.status) != code:  # the run that wrote the last record was killed right then
             self._write_status(code, total_requests=self._total)
         raise Dismissed(code)
 
@@ -248,7 +250,7 @@ class Job:
             errors_by_code=dict(self._writer.errors.most_common()),
             **figures,
         )
-        logger.info("%s", format_status(status, self.files))
+        logger.info("%s", format_status(status, self.files.output, self.files.report))
         return status
 
     def _verify(self, status: dict[str, Any]) -> None:
@@ -267,39 +269,6 @@ class Job:
         if code == EXIT_TOO_MANY_ERRORS:
             return f"{self._num_errors} requests failed, more than --max-errors {self.files.max_errors}"
         return self.stop.reason or "another rank was asked to stop" if code == EXIT_STOPPED else None
-
-
-def format_status(status: dict[str, Any], files: JobFiles) -> str:
-    """A summary for people."""
-    reason = f" ({status['reason']})" if status["reason"] else ""
-    answered = status["num_requests"] + status["resumed_records"]
-    errors = status["num_errors"] + status["resumed_errors"]
-    lines = [
-        f"{status['state']}{reason}",
-        f"  requests  {answered} of {status['total_requests']} answered, {errors} of them with an error"
-        + (f"; {status['resumed_records']} by earlier runs" if status["resumed_records"] else ""),
-        f"  tokens    {status['output_tokens']} generated, {status['prompt_tokens']} of prompts computed",
-        f"  time      {status['load_time']:.1f} s to load, {status['run_time']:.1f} s to run: "
-        f"{status['end_to_end_tokens_per_s']:.1f} tok/s; decode {status['decode_tokens_per_s']:.1f}, "
-        f"prefill {status['prefill_tokens_per_s']:.1f} tok/s",
-        f"  output    {files.output}" + (f", report {files.report}" if files.report else ""),
-    ]
-    if status["errors_by_code"]:
-        lines.insert(2, "  errors    " + ", ".join(f"{code} {n}" for code, n in status["errors_by_code"].items()))
-    if status["remaining_requests"]:
-        lines.append(
-            f"  left      {status['remaining_requests']} requests, {status['parked_requests']} of them begun; the same "
-            "command goes on"
-        )
-    return "\n".join(lines)
-
-
-def _last_code(status: Path) -> int | None:
-    """The exit code in a status file."""
-    try:
-        return json.loads(status.read_text())["exit_code"]  # type: ignore[no-any-return]
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
 
 
 def _request_figures(completion: Completion) -> dict[str, float]:
