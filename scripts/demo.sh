@@ -11,10 +11,20 @@ echo
 .venv/bin/python - <<'PYTHON'
 import json
 
+def answer(record):
+    """Finish reason and text, of the program's own records and of those in OpenAI's form."""
+    if record.get("error"):
+        return "error", record["error"]["message"]
+    if "response" not in record:
+        return record["finish_reason"], record["text"]
+    choice = record["response"]["body"]["choices"][0]
+    return choice["finish_reason"], choice["message"]["content"] if "message" in choice else choice["text"]
+
+
 for line in open("out/demo.jsonl", encoding="utf-8"):
     record = json.loads(line)
-    text = record.get("text", record.get("error", {}).get("message", ""))
-    print(f"[{record['index']:>2}] {record.get('finish_reason') or 'error':<6} {text[:100]!r}")
+    reason, text = answer(record)
+    print(f"[{record['index']:>2}] {reason:<6} {text[:100]!r}")
 PYTHON
 echo
 echo "records: out/demo.jsonl   figures: out/demo.h5 (.venv/bin/fastdecode report show out/demo.h5)"
