@@ -215,6 +215,32 @@ def wait_for_records(path: Path, count: int, process: subprocess.Popen) -> None:
         time.sleep(0.02)
 
 
+def test_a_row_is_the_same_wherever_it_stands(checkpoint: Path, tmp_path: Path) -> None:
+    """Shuffled, in other batches, over other ranks: tokens and log-probabilities, bit by bit."""
+    prompt = random_prompt(9, seed=1)
+    lines = [{"custom_id": f"r{i}", "prompt": random_prompt(3 + i, seed=i), "temperature": 0.9} for i in range(8)]
+    lines += [{"custom_id": f"same{i}", "prompt": prompt, "temperature": 0.9} for i in range(3)]
+    lines += [{"custom_id": f"seeded{i}", "prompt": prompt, "temperature": 0.9, "seed": i // 2} for i in range(4)]
+    lines = [line | {"max_tokens": 12, "logprobs": 2, "return_token_ids": True} for line in lines]
+    rows = []
+    for number, (order, options) in enumerate(
+        [
+            (lines, ["--ranks", 1]),
+            (lines[::-1], ["--ranks", 3, "--max-batch-size", 4, "--schedule", "load-stabilizing"]),
+        ]
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        done = generate(folder, checkpoint, order, *options, "--threads", 1)
+        assert done.returncode == 0, done.stderr
+        records = read_records(folder / "out.jsonl")
+        rows.append({record["custom_id"]: (record["token_ids"], record["logprobs"]) for record in records})
+    assert rows[0] == rows[1]
+    tokens = {name: tuple(ids) for name, (ids, _) in rows[0].items()}
+    assert len({tokens["same0"], tokens["same1"], tokens["same2"]}) == 3  # equal prompts, each its own numbers
+    assert tokens["seeded0"] == tokens["seeded1"] != tokens["seeded2"] == tokens["seeded3"]
+
+
 def test_help_and_version_need_neither_mpi_nor_torch(tmp_path: Path) -> None:
     for name in ("mpi4py", "torch", "h5py", "transformers", "numpy"):
         (tmp_path / f"{name}.py").write_text("raise ImportError('not here')\n")
