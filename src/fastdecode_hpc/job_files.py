@@ -99,14 +99,22 @@ def spool_standard_input(folder: Path, stop_requested: Callable[[], bool]) -> tu
         Removed when it is closed.
     bool
         Whether the input came to its end before a stop was requested.
+
+    Raises
+    ------
+    ConfigError
+        If the copy cannot be written.
     """
-    file = tempfile.NamedTemporaryFile(prefix=".fastdecode-", suffix=".jsonl", dir=folder)  # noqa: SIM115
-    while not (stopped := stop_requested()):
-        if not select.select([sys.stdin.buffer], [], [], SPOOL_POLL_S)[0]:
-            continue
-        data = os.read(sys.stdin.fileno(), SPOOL_BYTES)
-        if not data:
-            break
-        file.write(data)
-    file.flush()
+    try:
+        file = tempfile.NamedTemporaryFile(prefix=".fastdecode-", suffix=".jsonl", dir=folder)  # noqa: SIM115
+        while not (stopped := stop_requested()):
+            if not select.select([sys.stdin.buffer], [], [], SPOOL_POLL_S)[0]:
+                continue
+            data = os.read(sys.stdin.fileno(), SPOOL_BYTES)
+            if not data:
+                break
+            file.write(data)
+        file.flush()
+    except OSError as error:
+        raise ConfigError(f"standard input cannot be copied to the folder {folder}: {error.strerror}") from None
     return file, not stopped
