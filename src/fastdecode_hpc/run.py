@@ -169,7 +169,7 @@ class Run:
 
     def _on_finished(self, seq: Sequence) -> None:
         self.stats.prompt_tokens += seq.prompt_len
-        accepted = self._accepted[seq.seq_id]
+        accepted = self._accepted.pop(seq.seq_id)
         accepted.num_ended += 1
         if accepted.num_ended == len(accepted.seqs):
             self._complete(self._completion(accepted))
