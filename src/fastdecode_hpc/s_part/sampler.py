@@ -2,7 +2,7 @@
 
 First bias and penalties change single logits (`s_part.penalties`), of greedy rows too; then the temperature, top-k,
 top-p and min-p follow, and one token is drawn. Log-probabilities are reported of the model's own distribution, which
-none of this has touched (as the OpenAI API does and vLLM's default, `raw_logprobs`).
+none of this has touched (vLLM's default, `raw_logprobs`, too).
 
 Random numbers come from a counter-based generator keyed by (seed, noise key, choice, token index),
 so a row's result never depends on its neighbours, on the batch or on the number of ranks.
