@@ -335,6 +335,8 @@ class Engine:
         found = Verification(tolerance_nats(types))
         finished = (completion for completion in completions if completion.error is None)
         for request, seq in ((c.request, seq) for c in finished for seq in _sequences(c, run.seed)):
+            if self.world is not None:
+                self.world.control.alive()  # the other ranks wait meanwhile
             if self.stop_requested():
                 break
             found.verdicts.append(Verdict(request.index, request.custom_id, seq.choice, reference.compare(seq)))
