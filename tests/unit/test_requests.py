@@ -346,6 +346,14 @@ def test_second_use_of_an_id_is_an_error(tmp_path):
     assert items[3].custom_id == "a" and "line 4" in items[3].message
 
 
+def test_ids_are_told_apart_however_many_there_are(tmp_path):
+    path = tmp_path / "in.jsonl"
+    names = [f"id-{number % 5000}" for number in range(5003)]  # the last three are used again
+    path.write_text("".join(json.dumps({"prompt": "p", "custom_id": name}) + "\n" for name in names))
+    codes = [getattr(item, "code", None) for item in read_requests(path, DEFAULTS)]
+    assert codes == [None] * 5000 + ["duplicate_custom_id"] * 3
+
+
 def test_auto_id_gives_every_line_an_id_of_its_own(tmp_path):
     rows = [{"prompt": "p", "custom_id": "row-1"}, {"prompt": "p"}, {"prompt": "q", "custom_id": "row-1"},
             {"custom_id": "row-1", "prompt": 1}, {"body": {"prompt": "x"}}]  # fmt: skip

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fastdecode_hpc.transport.mpi import World
 
 OVERLAP_MODEL, LIVES_MODEL = "benchmarks/configs/wide-attention", "benchmarks/configs/short-lives"
-OVERLAP_BATCH, LIVES_BATCH = 256, 128
+OVERLAP_BATCH, LIVES_BATCH = 256, 64
 LIVES_KV_DTYPE = "fp32"  # twice the bytes a token: attention is as long as the S-Part at half the context
 
 
