@@ -126,6 +126,7 @@ def test_a_job_killed_at_any_moment_goes_on(checkpoint, lines, expected, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_jobs_killed_ten_times_go_on(checkpoint, lines, expected, tmp_path: Path, ranks: int) -> None:
     kill_and_resume(tmp_path, checkpoint, lines, kills=10, ranks=ranks, seed=ranks)
