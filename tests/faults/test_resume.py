@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -86,13 +87,14 @@ def start(arguments: list) -> subprocess.Popen:
 
 def kill_all(process: subprocess.Popen) -> None:
     """Kill the launcher and every rank at once, as a failing node does."""
-    root = psutil.Process(process.pid)
-    victims = [root, *root.children(recursive=True)]
+    try:
+        root = psutil.Process(process.pid)
+        victims = [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:  # it ended right now
+        victims = []
     for victim in victims:
-        try:
+        with suppress(ProcessLookupError):
             os.kill(victim.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
     psutil.wait_procs(victims, timeout=10)
     process.communicate()
 
@@ -108,29 +110,37 @@ def count_lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def kill_and_resume(folder: Path, checkpoint: Path, lines: list[dict], *, kills: int, ranks: int, seed: int) -> None:
+def kill_and_resume(
+    folder: Path, checkpoint: Path, lines: list[dict], expected: list[dict], *, kills: int, ranks: int, seed: int
+) -> None:
+    """Kill jobs again and again, each going on where the one before was killed; at its end it begins anew."""
     rng, output = random.Random(seed), folder / "out.jsonl"
-    for _ in range(kills):
+    while kills:
         process, before = start(command(folder, checkpoint, lines, ranks=ranks)), count_lines(output)
         more = rng.choice([0, 1, 1, 2, 3, 5])
         wait_until(lambda least=before + more: count_lines(output) >= least, process)
         time.sleep(rng.uniform(0, 0.3))
-        kill_all(process)
+        if process.poll() is None:
+            kill_all(process)
+            kills -= 1
+        if count_lines(output) == NUM_LINES:
+            process.communicate()
+            assert timeless(folder) == expected
+            output.unlink()
     done = fastdecode(*command(folder, checkpoint, lines, ranks=ranks), timeout=LIMIT_S)
     assert done.returncode == 3, done.stderr
+    assert timeless(folder) == expected
 
 
 def test_a_job_killed_at_any_moment_goes_on(checkpoint, lines, expected, tmp_path: Path) -> None:
-    kill_and_resume(tmp_path, checkpoint, lines, kills=3, ranks=2, seed=os.getpid())
-    assert timeless(tmp_path) == expected
+    kill_and_resume(tmp_path, checkpoint, lines, expected, kills=3, ranks=2, seed=os.getpid())
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_jobs_killed_ten_times_go_on(checkpoint, lines, expected, tmp_path: Path, ranks: int) -> None:
-    kill_and_resume(tmp_path, checkpoint, lines, kills=10, ranks=ranks, seed=ranks)
-    assert timeless(tmp_path) == expected
+    kill_and_resume(tmp_path, checkpoint, lines, expected, kills=10, ranks=ranks, seed=ranks)
 
 
 def rank_process(launcher: subprocess.Popen, rank: int) -> psutil.Process:
