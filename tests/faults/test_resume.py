@@ -123,8 +123,10 @@ def kill_and_resume(
         if process.poll() is None:
             kill_all(process)
             kills -= 1
+        else:
+            _, err = process.communicate()
+            assert process.returncode == 3, err
         if count_lines(output) == NUM_LINES:
-            process.communicate()
             assert timeless(folder) == expected
             output.unlink()
     done = fastdecode(*command(folder, checkpoint, lines, ranks=ranks), timeout=LIMIT_S)
