@@ -134,6 +134,11 @@ class Request:
     known_ids: tuple[tuple[int, ...], ...] = ()  # of each choice: tokens that an earlier run generated
 
     @property
+    def is_batch_line(self) -> bool:
+        """Whether it came, and is answered, in OpenAI's form."""
+        return self.endpoint is not None
+
+    @property
     def prompts(self) -> list[Prompt]:
         """Its prompts; empty where `messages` is given."""
         if self.prompt is None:

@@ -97,8 +97,7 @@ class RecordWriter:
     def write_error(self, item: Request | RequestError, code: str, message: str) -> None:
         """Append the record of a request that could not be run, or not to its end."""
         record: dict[str, Any] = {"index": item.index, "custom_id": item.custom_id}
-        is_batch = item.is_batch_line if isinstance(item, RequestError) else item.endpoint is not None
-        if is_batch:
+        if item.is_batch_line:
             record["response"] = None
         record["error"] = {"code": code, "message": message}
         self._append(record, item.content_hash)

@@ -240,7 +240,7 @@ class _Ids:
         if self._auto_id and isinstance(item, Request):
             self._make_unique(item)
         if item.custom_id is None:
-            is_missing = isinstance(item, Request) and item.endpoint is not None
+            is_missing = isinstance(item, Request) and item.is_batch_line
             return (
                 _refused(item, "missing_field", "custom_id is missing; a batch line needs one") if is_missing else item
             )
@@ -253,11 +253,13 @@ class _Ids:
         given = request.custom_id
         if given is not None and given not in self._seen:
             return
-        request.custom_id = new = f"row-{request.index}" if given is None else f"{given}-{request.index}"
+        request.custom_id = f"row-{request.index}" if given is None else f"{given}-{request.index}"
         while request.custom_id in self._seen:
             request.custom_id += "+"
         if given is not None:
-            request.notes += (f"custom_id {given!r} was used by an earlier line; this one became {new!r}",)
+            request.notes += (
+                f"custom_id {given!r} was used by an earlier line; this one became {request.custom_id!r}",
+            )
 
 
 class _HashTable:
@@ -304,6 +306,5 @@ def _hash(text: str) -> int:
 
 
 def _refused(item: Request | RequestError, code: str, message: str) -> RequestError:
-    is_batch = item.endpoint is not None if isinstance(item, Request) else item.is_batch_line
     message = _shorten(f"line {item.line}: {message}; --auto-id gives such lines ids of their own")
-    return RequestError(item.index, item.line, item.custom_id, code, message, is_batch, item.content_hash)
+    return RequestError(item.index, item.line, item.custom_id, code, message, item.is_batch_line, item.content_hash)
