@@ -24,9 +24,21 @@ def check_writable(path: Path) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace a JSON file in one step."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    """Replace a JSON file in one step; it does not wait for the disk, as files of status are written often."""
+    partial = partial_name(path)
     partial.write_text(json.dumps(value, indent=2) + "\n")
+    partial.replace(path)
+
+
+def partial_name(path: Path) -> Path:
+    """Where a file is written until it is complete: beside its place, hidden, named by the process."""
+    return path.with_name(f".{path.name}.{os.getpid()}.partial")
+
+
+def put_in_place(partial: Path, path: Path) -> None:
+    """Replace a file by a complete one in one step, after its data has reached the disk."""
+    with partial.open("rb") as written:
+        os.fsync(written.fileno())
     partial.replace(path)
 
 

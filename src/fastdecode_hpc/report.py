@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from array import array
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -21,7 +20,7 @@ import h5py
 import numpy as np
 
 from fastdecode_hpc.config import ConfigError
-from fastdecode_hpc.files import write_json
+from fastdecode_hpc.files import partial_name, put_in_place, write_json
 from fastdecode_hpc.timing import StepTimes
 
 logger = logging.getLogger(__name__)
@@ -105,7 +104,7 @@ class ReportWriter:
 
     def __init__(self, path: str | Path, attributes: Mapping[str, Any], ranks: tuple[int, ...]) -> None:
         self.path = Path(path)
-        self._partial = self.path.with_name(f".{self.path.name}.{os.getpid()}.partial")
+        self._partial = partial_name(self.path)
         self._attributes = {"schema_version": SCHEMA_VERSION, **attributes}
         self._file: h5py.File | None = None
         with self._or_json():
@@ -167,9 +166,7 @@ class ReportWriter:
         for rank, share in kv_huge_pages.items():
             file[f"ranks/{rank}"].attrs["kv_huge_pages"] = share
         file.close()
-        with self._partial.open("rb") as written:
-            os.fsync(written.fileno())
-        self._partial.replace(self.path)
+        put_in_place(self._partial, self.path)
 
     @contextmanager
     def _or_json(self) -> Iterator[None]:

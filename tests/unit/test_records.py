@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fastdecode_hpc.batch import resume
 from fastdecode_hpc.batch.openai_records import Responses
 from fastdecode_hpc.batch.records import RecordWriter
 from fastdecode_hpc.batch.requests import RequestError
@@ -204,6 +205,17 @@ def test_damage_in_the_middle_is_refused_and_the_file_left_alone(path, damage, m
     path.write_bytes(first + damage + second)
     before = path.read_bytes()
     with pytest.raises(ConfigError, match=message):
+        load_recorded(path)
+    assert path.read_bytes() == before
+
+
+def test_no_line_is_read_beyond_the_longest_record(path, monkeypatch):
+    monkeypatch.setattr(resume, "_MAX_RECORD_BYTES", 1000)
+    write_some(path, [0, 1])
+    first, second = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(first + b'{"index": 7, "text": "' + b"x" * 3000 + b'"}\n' + second)
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match=r"line 2 .* damaged"):
         load_recorded(path)
     assert path.read_bytes() == before
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fastdecode_hpc.config import ConfigError
-from fastdecode_hpc.files import OutputError
+from fastdecode_hpc.files import OutputError, partial_name, put_in_place
 
 
 class Parked(NamedTuple):
@@ -30,14 +29,12 @@ def save_parked(path: Path, parked: Mapping[int, Parked]) -> None:
     if not parked:
         path.unlink(missing_ok=True)
         return
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial = partial_name(path)
     try:
         with partial.open("w") as file:
             for index, entry in sorted(parked.items()):
                 file.write(json.dumps({"index": index, **entry._asdict()}) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
+        put_in_place(partial, path)
     except OSError as error:
         raise OutputError(path, error) from None
 

@@ -15,6 +15,7 @@ from fastdecode_hpc.config import ConfigError
 from fastdecode_hpc.sequence import Request
 
 _ANSWERS = ("text", "choices", "response", "error")  # a record has one of these
+_MAX_RECORD_BYTES = 2**30  # 128 choices of 8000 tokens with 20 log-probabilities each, and room
 
 
 @dataclass(slots=True)
@@ -75,7 +76,7 @@ def load_recorded(path: str | Path) -> Recorded:
 def _lines_of(path: Path) -> Iterable[bytes]:
     try:
         with path.open("rb") as file:
-            yield from file
+            yield from iter(lambda: file.readline(_MAX_RECORD_BYTES), b"")
     except FileNotFoundError:
         return
     except OSError as error:
