@@ -17,8 +17,9 @@ from fastdecode_hpc.batch.resume import load_recorded
 from fastdecode_hpc.config import ConfigError
 from fastdecode_hpc.gguf_header import read_gguf_header
 from fastdecode_hpc.gguf_tokenizer import build_gguf_tokenizer
+from fastdecode_hpc.model_config import read_hf_config
+from fastdecode_hpc.s_part.checkpoint import read_model_config
 from fastdecode_hpc.s_part.gguf_file import GGUFFile
-from fastdecode_hpc.s_part.model_config import read_gguf_config, read_hf_config
 from fastdecode_hpc.s_part.safetensors_file import SafetensorsCheckpoint
 from fastdecode_hpc.sequence import Request, SamplingParams
 
@@ -82,7 +83,7 @@ def fuzz_gguf(path: Path) -> None:
     for name, shape in file.shapes.items():
         file.read(name, 0, 1 if len(shape) == 1 else shape[0])
     assert file.shapes == {} or file.dtype in ("fp32", "fp16", "bf16")
-    for read in (lambda: read_gguf_config(file), lambda: build_gguf_tokenizer(read_gguf_header(path).metadata)):
+    for read in (lambda: read_model_config(path), lambda: build_gguf_tokenizer(read_gguf_header(path).metadata)):
         with suppress(ConfigError):
             read()
 

@@ -8,8 +8,9 @@ from typing import Protocol
 from torch import Tensor
 
 from fastdecode_hpc.config import ModelConfig
+from fastdecode_hpc.model_config import gguf_config, read_hf_config
 from fastdecode_hpc.s_part.gguf_file import GGUFFile
-from fastdecode_hpc.s_part.model_config import read_gguf_config, read_hf_config
+from fastdecode_hpc.s_part.gguf_rope import with_gguf_scaling
 from fastdecode_hpc.s_part.safetensors_file import SafetensorsCheckpoint
 
 
@@ -45,7 +46,10 @@ def read_model_config(path: Path) -> ModelConfig:
     ConfigError
         If the architecture or a feature of it isn't supported.
     """
-    return read_gguf_config(GGUFFile(path)) if path.suffix == ".gguf" else read_hf_config(path)
+    if path.suffix != ".gguf":
+        return read_hf_config(path)
+    file = GGUFFile(path)
+    return with_gguf_scaling(file, gguf_config(path, file.header))
 
 
 def checkpoint_dtype(path: Path) -> str:

@@ -46,8 +46,7 @@ class GGUFFile:
 
     Attributes
     ----------
-    metadata : dict
-        All key-value pairs.
+    header : GGUFHeader
     permuted_qk : bool
         Rows of Q and K are in the order of interleaved rotary embedding.
 
@@ -62,9 +61,8 @@ class GGUFFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        header = read_gguf_header(path)
-        self.metadata = header.metadata
-        self._entries = _by_standard_name(path, header.tensors)
+        self.header = read_gguf_header(path)
+        self._entries = _by_standard_name(path, self.header.tensors)
         for name, entry in self._entries.items():
             _check_entry(path, name, entry)
         check_places(path, (_place(name, entry) for name, entry in self._entries.items()))

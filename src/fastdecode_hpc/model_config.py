@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fastdecode_hpc.config import ConfigError, ModelConfig, RopeScaling, naming, show
 from fastdecode_hpc.files import read_json_object
-from fastdecode_hpc.s_part.gguf_file import GGUFFile
-from fastdecode_hpc.s_part.layers import rope_frequencies, scale_frequencies
-from fastdecode_hpc.s_part.typed_values import TypedValues
+from fastdecode_hpc.gguf_header import GGUFHeader, read_gguf_header
+from fastdecode_hpc.typed_values import TypedValues
 
 _ARCHITECTURES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral"}
 
@@ -38,10 +34,18 @@ def read_hf_config(folder: Path) -> ModelConfig:
         return _hf_config(folder, read_json_object(path))
 
 
-def read_gguf_config(file: GGUFFile) -> ModelConfig:
-    """The model of a GGUF file; raises as `read_hf_config`."""
-    with naming(file.path):
-        return _gguf_config(file)
+def gguf_config(path: Path, header: GGUFHeader) -> ModelConfig:
+    """The model of a GGUF file, but for a scaling that only its ``rope_freqs`` show; raises as `read_hf_config`."""
+    with naming(path):
+        return _gguf_config(path, header)
+
+
+def read_model_shape(path: Path) -> ModelConfig:
+    """The shape of the model at a path that `resolve_model` gave, for who computes nothing with it.
+
+    Of a GGUF file the scaling of positions may be missing. Raises as `read_hf_config`.
+    """
+    return gguf_config(path, read_gguf_header(path)) if path.suffix == ".gguf" else read_hf_config(path)
 
 
 def _hf_config(folder: Path, raw: dict[str, Any]) -> ModelConfig:
@@ -79,22 +83,23 @@ def _hf_config(folder: Path, raw: dict[str, Any]) -> ModelConfig:
     )
 
 
-def _gguf_config(file: GGUFFile) -> ModelConfig:
-    shapes, tokens = file.shapes, TypedValues(file.path, file.metadata)
-    architecture = file.metadata.get("general.architecture")
+def _gguf_config(path: Path, header: GGUFHeader) -> ModelConfig:
+    metadata, tensors = header
+    architecture = metadata.get("general.architecture")
     if architecture != "llama":
-        raise ConfigError(f"{file.path} has architecture {show(architecture)}; of GGUF files only 'llama' is supported")
-    own = {key.removeprefix("llama."): value for key, value in file.metadata.items() if key.startswith("llama.")}
-    values = TypedValues(file.path, own, "llama.")
+        raise ConfigError(f"{path} has architecture {show(architecture)}; of GGUF files only 'llama' is supported")
+    own = {key.removeprefix("llama."): value for key, value in metadata.items() if key.startswith("llama.")}
+    values, tokens = TypedValues(path, own, "llama."), TypedValues(path, metadata)
     _check_gguf_features(values)
     num_heads = _uniform(values, "attention.head_count")
     hidden_size = _uniform(values, "embedding_length")
     head_dim = values.whole("attention.key_length", 0) or hidden_size // max(1, num_heads)
     for key in ("rope.dimension_count", "attention.value_length"):
         if values.get(key, head_dim) != head_dim:
-            raise ConfigError(f"{file.path} has {key} {show(values[key])} and heads of {head_dim}; they must be equal")
-    config = ModelConfig(
-        vocab_size=shapes.get("model.embed_tokens.weight", (values.whole("vocab_size", 0),))[0],
+            raise ConfigError(f"{path} has {key} {show(values[key])} and heads of {head_dim}; they must be equal")
+    embeddings = tensors.get("token_embd.weight")
+    return ModelConfig(
+        vocab_size=embeddings.shape[0] if embeddings is not None else values.whole("vocab_size", 0),
         hidden_size=hidden_size,
         intermediate_size=_uniform(values, "feed_forward_length"),
         num_layers=_uniform(values, "block_count"),
@@ -105,15 +110,14 @@ def _gguf_config(file: GGUFFile) -> ModelConfig:
         rms_norm_eps=values.number("attention.layer_norm_rms_epsilon", 1e-5),
         rope_theta=values.number("rope.freq_base", 10000.0),
         rope_scaling=_gguf_linear_scaling(values),
-        tie_embeddings="lm_head.weight" not in shapes,
-        attention_bias="model.layers.0.self_attn.q_proj.bias" in shapes,
-        output_bias="model.layers.0.self_attn.o_proj.bias" in shapes,
-        mlp_bias="model.layers.0.mlp.gate_proj.bias" in shapes,
+        tie_embeddings="output.weight" not in tensors,
+        attention_bias="blk.0.attn_q.bias" in tensors,
+        output_bias="blk.0.attn_output.bias" in tensors,
+        mlp_bias="blk.0.ffn_gate.bias" in tensors,
         sliding_window=values.whole("attention.sliding_window", 0) or None,
         eos_token_ids=_gguf_eos_ids(tokens),
         bos_token_id=next(iter(tokens.ids("tokenizer.ggml.bos_token_id")), None),
     )
-    return _with_gguf_divisors(file, config, values)
 
 
 def _family(given: TypedValues) -> str:
@@ -213,26 +217,6 @@ def _gguf_linear_scaling(values: TypedValues) -> RopeScaling | None:
             f"{values.path} has rope scaling {show(kind)}; supported in GGUF files are linear and rope_freqs.weight"
         )
     return RopeScaling("linear", factor) if kind == "linear" and factor != 1.0 else None
-
-
-def _with_gguf_divisors(file: GGUFFile, config: ModelConfig, values: TypedValues) -> ModelConfig:
-    """`config` with the llama3 scaling that ``rope_freqs.weight`` was made from.
-
-    The file keeps the divisors alone, so the usual parameters are tried and must give the same divisors.
-    """
-    divisors = file.rope_divisors(config.head_dim // 2)
-    if divisors is None or bool((divisors == 1).all()):
-        return config
-    frequencies = rope_frequencies(dataclasses.replace(config, rope_scaling=None))
-    if config.rope_scaling is None:
-        for original in (values.whole("rope.scaling.original_context_length", 0) or 8192, 8192):
-            scaling = RopeScaling("llama3", float(divisors.max()), 1.0, 4.0, original)
-            if torch.allclose(frequencies / divisors, scale_frequencies(frequencies, scaling), rtol=1e-4, atol=0):
-                return dataclasses.replace(config, rope_scaling=scaling)
-    raise ConfigError(
-        f"{file.path} has rope_freqs.weight, which is not the llama3 scaling (low_freq_factor 1, high_freq_factor 4, "
-        f"8192 positions) with factor {float(divisors.max()):g}; take the safetensors checkpoint"
-    )
 
 
 def _gguf_eos_ids(tokens: TypedValues) -> tuple[int, ...]:
