@@ -13,29 +13,15 @@ from fastdecode_hpc.s_part.model import SPart
 from fastdecode_hpc.s_part.prefill import GivenKV, Prefill
 from fastdecode_hpc.s_part.wire import WireCast
 from fastdecode_hpc.s_part.worker import SWorker
-from fastdecode_hpc.schedule.admission import Admission
-from fastdecode_hpc.schedule.kv_layout import KVLayout
-from fastdecode_hpc.schedule.load_stabilizing import Greedy, LoadStabilizing, Starts
 from fastdecode_hpc.schedule.placement import Placement
+from fastdecode_hpc.schedule.prompts import GivenPrompts, PromptQueue
+from fastdecode_hpc.schedule.scheduler import make_scheduler
 from fastdecode_hpc.schedule.speeds import WorkerSpeeds, fixed_weights
 from fastdecode_hpc.sequence import Choice, Request, Sequence
 from fastdecode_hpc.setup import Setup
 from fastdecode_hpc.timing import StepTimes
 from fastdecode_hpc.tokenizer import TextStream, Tokenizer
 from fastdecode_hpc.transport.base import SEnd
-
-
-def make_starts(config: RunConfig, layout: KVLayout, *, num_owners: int) -> Starts:
-    """The schedule that the options ask for."""
-    if config.schedule == "greedy":
-        return Greedy(config.max_batch_size)
-    return LoadStabilizing(
-        layout,
-        max_batch_size=config.max_batch_size,
-        start_interval=config.start_interval,
-        load_limit=config.load_limit,
-        spread=config.num_slots * num_owners,
-    )
 
 
 class Run:
@@ -102,44 +88,32 @@ class Run:
         return self.stats
 
     def _make_worker(self, requests: Iterator[Request], device: Device, transport: SEnd, cast: WireCast) -> SWorker:
-        config, layout = self.config, self.setup.layout
-        admission = Admission(
-            self._placement,
-            self._sequences(requests),
-            make_starts(config, layout, num_owners=len(self.setup.owners)),
-            max_batch_size=config.max_batch_size,
-            num_slots=config.num_slots,
-        )
+        prefill = self._make_prefill(device, transport, cast)
         eos = () if self.tokenizer is None else self.tokenizer.eos_token_ids
         return SWorker(
             self.s_part,
             device,
             transport,
-            admission,
-            self._make_prefill(device, transport, cast),
+            make_scheduler(self.config, self._placement, self._sequences(requests), prefill.prompts),
+            prefill,
             cast,
-            layout,
             eos_token_ids={*self.setup.model.eos_token_ids, *eos},
-            max_prefill_tokens=config.max_prefill_tokens,
             on_token=self._on_token,
             on_finished=self._on_finished,
             on_step=self._on_step,
             stop_requested=lambda: self.stop_requested() or self.hooks.stop_requested(),
-            stall_s=config.watchdog_s,
+            stall_s=self.config.watchdog_s,
         )
 
     def _make_prefill(self, device: Device, transport: SEnd, cast: WireCast) -> Prefill | GivenKV:
         if self.given_kv:
-            return GivenKV(self.s_part)
-        return Prefill(
-            self.s_part,
-            device,
-            transport,
+            return GivenKV(self.s_part, GivenPrompts())
+        prompts = PromptQueue(
             self.setup.layout,
-            cast,
             chunk_tokens=self.config.prefill_chunk_tokens,
             max_batch_tokens=self.config.max_prefill_tokens,
         )
+        return Prefill(self.s_part, device, transport, prompts, cast)
 
     def _sequences(self, requests: Iterator[Request]) -> Iterator[Sequence]:
         """Sequences of the requests that can run; the others are completed with their error at once."""

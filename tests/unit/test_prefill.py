@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from fastdecode_hpc.config import ModelConfig
 from fastdecode_hpc.s_part.device import CpuDevice
-from fastdecode_hpc.s_part.prefill import Prefill, cut_chunks
+from fastdecode_hpc.s_part.prefill import Prefill
 from fastdecode_hpc.s_part.wire import WireCast
 from fastdecode_hpc.schedule.kv_layout import make_layout
+from fastdecode_hpc.schedule.prompts import PromptQueue, cut_chunks
 from fastdecode_hpc.sequence import SamplingParams, Sequence
 
 
@@ -84,21 +85,19 @@ def test_units_send_what_is_listed_and_end_each_prompt_once(
     )
     layout = make_layout(model, block_size=8, kv_dtype=kv_dtype)
     transport = FakeTransport()
-    prefill = Prefill(
-        FakeSPart(model), CpuDevice(), transport, layout, WireCast("fp32", torch.device("cpu")),
-        chunk_tokens=16, max_batch_tokens=max_batch_tokens,
-    )  # fmt: skip
+    prompts = PromptQueue(layout, chunk_tokens=16, max_batch_tokens=max_batch_tokens)
+    prefill = Prefill(FakeSPart(model), CpuDevice(), transport, prompts, WireCast("fp32", torch.device("cpu")))
     waiting = [make_seq(i, length, owner=1 + i % 2) for i, length in enumerate(lengths)]
     seqs, listed, done = list(waiting), [], []
     admit = lambda: waiting.pop(0) if waiting else None  # noqa: E731
     for _ in range(100_000):
-        segments, tokens = prefill.list_units(budget, admit)
-        assert tokens < budget + 16  # less than one chunk too many
-        listed += segments
-        if not prefill.num_pending:
+        units = prompts.list_units(budget, admit)
+        assert sum(unit.num_tokens for unit in units) < budget + 16  # less than one chunk too many
+        listed += prefill.segments(units)
+        if not prompts.num_pending:
             break
         done += prefill.run(2)
-        done += prefill.run(prefill.num_pending)
+        done += prefill.run(prompts.num_pending)
     assert sorted(seq.seq_id for seq, _ in done) == list(range(len(lengths)))
     for seq, hidden in done:
         assert hidden.tolist() == [seq.prompt_len - 1 + 3000]

@@ -7,7 +7,7 @@ from typing import Any
 from fastdecode_hpc.bench.figures import Figures, add_spread
 from fastdecode_hpc.bench.measure import Spread
 from fastdecode_hpc.bench.schedule_figures import Window, full_steps
-from fastdecode_hpc.config import ModelConfig
+from fastdecode_hpc.config import ModelConfig, RunConfig
 from fastdecode_hpc.r_part.attention import DecodeAttention
 from fastdecode_hpc.r_part.kv_cache import KVPartition
 from fastdecode_hpc.r_part.worker import RWorker
@@ -16,10 +16,10 @@ from fastdecode_hpc.s_part.empty import EmptySPart
 from fastdecode_hpc.s_part.prefill import GivenKV
 from fastdecode_hpc.s_part.wire import WireCast
 from fastdecode_hpc.s_part.worker import SWorker
-from fastdecode_hpc.schedule.admission import Admission
 from fastdecode_hpc.schedule.kv_layout import make_layout
-from fastdecode_hpc.schedule.load_stabilizing import Greedy
 from fastdecode_hpc.schedule.placement import Placement
+from fastdecode_hpc.schedule.prompts import GivenPrompts
+from fastdecode_hpc.schedule.scheduler import make_scheduler
 from fastdecode_hpc.sequence import SamplingParams, Sequence
 from fastdecode_hpc.timing import StepTimes
 from fastdecode_hpc.transport.local import OWNER, make_local
@@ -84,19 +84,16 @@ def _run(batch: int) -> list[StepTimes]:
         wire_dtype="fp16",
     )
     s_end.drive(r_worker.stages())
-    admission = Admission(
-        Placement(layout, {OWNER: num_blocks}), iter(seqs), Greedy(batch), max_batch_size=batch, num_slots=NUM_SLOTS
-    )
+    prompts, config = GivenPrompts(), RunConfig(max_batch_size=batch, num_slots=NUM_SLOTS)
+    scheduler = make_scheduler(config, Placement(layout, {OWNER: num_blocks}), iter(seqs), prompts)
     SWorker(
         s_part,
         device,
         s_end,
-        admission,
-        GivenKV(s_part),
+        scheduler,
+        GivenKV(s_part, prompts),
         WireCast("fp16", s_part.device, look_first=device.is_host),
-        layout,
         eos_token_ids=set(),
-        max_prefill_tokens=512,
         on_token=lambda seq, token: False,
         on_finished=lambda seq: None,
         on_step=steps.append,

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
@@ -17,10 +16,10 @@ from fastdecode_hpc.s_part.prefill import GivenKV, Prefill
 from fastdecode_hpc.s_part.sampler import Sampled, choose, pack, unpack
 from fastdecode_hpc.s_part.stages import SlotStages
 from fastdecode_hpc.s_part.wire import WireCast
-from fastdecode_hpc.schedule.admission import Admission
-from fastdecode_hpc.schedule.kv_layout import KVLayout
 from fastdecode_hpc.schedule.mini_batch import MiniBatch
 from fastdecode_hpc.schedule.pipeline import Stage, pipeline
+from fastdecode_hpc.schedule.prompts import stage_share
+from fastdecode_hpc.schedule.scheduler import Scheduler, StepContent
 from fastdecode_hpc.schedule.stall import StallGuard, describe_run
 from fastdecode_hpc.sequence import Sequence
 from fastdecode_hpc.timing import RankTimes, StepTimes, Stopwatch
@@ -55,13 +54,11 @@ class SWorker:
     device : Device
         The seam to what `s_part` lies on.
     transport : SEnd
-    admission : Admission
+    scheduler : Scheduler
     prefill : Prefill or GivenKV
+        Runs what the scheduler lists.
     cast : WireCast
-    layout : KVLayout
     eos_token_ids : set of int
-    max_prefill_tokens : int
-        Prompt tokens that may pass all layers in one step, over all slots.
     on_token, on_finished, on_step : callable
         Told of each token, each ended sequence, each ended step.
     stop_requested : callable
@@ -75,13 +72,11 @@ class SWorker:
         s_part: SPart,
         device: Device,
         transport: SEnd,
-        admission: Admission,
+        scheduler: Scheduler,
         prefill: Prefill | GivenKV,
         cast: WireCast,
-        layout: KVLayout,
         *,
         eos_token_ids: set[int],
-        max_prefill_tokens: int,
         on_token: OnToken,
         on_finished: Callable[[Sequence], None],
         on_step: Callable[[StepTimes], None],
@@ -91,29 +86,27 @@ class SWorker:
         self.s_part = s_part
         self.device = device
         self.transport = transport
-        self.admission = admission
+        self.scheduler = scheduler
         self.prefill = prefill
         self.cast = cast
-        self.layout = layout
         self.eos_token_ids = eos_token_ids
-        self.max_prefill_tokens = max_prefill_tokens
         self.on_token = on_token
         self.on_finished = on_finished
         self.on_step = on_step
         self.stop_requested = stop_requested
         self.stopping = False
-        self._finished: list[Sequence] = []  # ended since the last plan
-        self._slots = [self._make_slot(slot) for slot in range(admission.num_slots)]
+        self._slots = [self._make_slot(batch) for batch in scheduler.batches]
         self._started_s = 0.0
         self._step = 0
         self._stall = StallGuard(stall_s, self.describe)
+        scheduler.on_admitted = self._on_admitted
         transport.describe_with(self.describe)
 
-    def _make_slot(self, slot: int) -> SlotState:
-        stages = SlotStages(self.s_part, self.cast, self.device, self.admission.max_rows)
-        self.transport.bind(slot, stages.qkv.rows, stages.out.rows)
+    def _make_slot(self, batch: MiniBatch) -> SlotState:
+        stages = SlotStages(self.s_part, self.cast, self.device, self.scheduler.admission.max_rows)
+        self.transport.bind(batch.slot, stages.qkv.rows, stages.out.rows)
         s_part, head, prefill = (self.device.stopwatch() for _ in range(3))
-        return SlotState(MiniBatch(slot), stages, s_part, head, prefill)
+        return SlotState(batch, stages, s_part, head, prefill)
 
     def run(self) -> None:
         """Work until every sequence has ended (or a stop was asked for) and every slot has stopped."""
@@ -123,7 +116,7 @@ class SWorker:
 
     def describe(self) -> str:
         """How the run stands, in words."""
-        return describe_run(self.admission, [slot.batch for slot in self._slots], self._step)
+        return describe_run(self.scheduler.admission, self.scheduler.batches, self._step)
 
     def _walk(self) -> None:
         self._started_s = time.perf_counter()
@@ -184,45 +177,41 @@ class SWorker:
     def _stop(self) -> None:
         """Admit nobody any more; every slot's next plan ends it."""
         self.stopping = True
-        self.admission.close()
+        self.scheduler.admission.close()
 
     def _make_plan(self, stage: Stage, state: SlotState) -> StepPlan:
-        finished = self._release_finished(stage.step)
-        if self.stopping or self.admission.is_done():
+        content = None if self.stopping else self.scheduler.begin(stage)
+        if content is None:
             return StepPlan(PlanKind.STOP, stage.step)
         self._stall.check()
-        new = self.admission.refill(state.batch, [slot.batch for slot in self._slots], stage.step)
-        num_layers = self.s_part.config.num_layers
-        budget = max(1, self.max_prefill_tokens * num_layers // len(self._slots))
-        segments, listed = self.prefill.list_units(budget, partial(self._admit, stage.step))
-        batch, loads = state.batch, state.batch.loads_by_owner(self.layout)
-        plan = StepPlan(
+        state.times = self._begin_times(stage, content)
+        batch = state.batch
+        return StepPlan(
             PlanKind.RUN if batch.seqs else PlanKind.EMPTY,
             stage.step,
             seq_ids=batch.seq_ids,
             owners=batch.owners,
             positions=batch.context_lens - 1,
-            new=_ints([seq.seq_id for seq in new]),
-            finished=_ints(finished),
-            segments=segments,
+            new=_ints(content.new),
+            finished=_ints(content.finished),
+            segments=self.prefill.segments(content.units),
         )
-        state.times = StepTimes(
+
+    def _begin_times(self, stage: Stage, content: StepContent) -> StepTimes:
+        num_layers, owners = self.s_part.config.num_layers, self.scheduler.admission.placement.owners
+        return StepTimes(
             stage.step,
             stage.slot,
             self._now(),
-            num_rows=len(batch),
-            load_tokens=loads.total() // num_layers,
-            prefill_tokens=listed // num_layers,
-            rank_loads={rank: loads[rank] // num_layers for rank in self.admission.placement.owners},
+            num_rows=len(content.batch),
+            load_tokens=content.loads.total() // num_layers,
+            prefill_tokens=content.prefill_token_layers // num_layers,
+            rank_loads={rank: content.loads[rank] // num_layers for rank in owners},
         )
-        return plan
 
-    def _admit(self, step: int) -> Sequence | None:
-        seq = self.admission.admit(step)
-        if seq is not None:
-            seq.t_admitted_s = self._now()
-            self._stall.progressed()
-        return seq
+    def _on_admitted(self, seq: Sequence) -> None:
+        seq.t_admitted_s = self._now()
+        self._stall.progressed()
 
     def _now(self) -> float:
         """Seconds since the run's start."""
@@ -263,25 +252,17 @@ class SWorker:
     def _finish(self, seq: Sequence) -> None:
         """A sequence has ended; its place is given on with the next plan, which frees its KV."""
         seq.t_finished_s = self._now()
-        self._finished.append(seq)
+        self.scheduler.ended(seq)
         self.on_finished(seq)
-
-    def _release_finished(self, step: int) -> list[int]:
-        """Sequences whose KV this step's plan frees. Only from here on may others be promised their blocks."""
-        finished, self._finished = self._finished, []
-        for seq in finished:
-            self.admission.finished(seq, step)
-        return [seq.seq_id for seq in finished]
 
     def _run_prefill(self, stage: Stage) -> None:
         """Run this stage's share of the listed prefill units."""
-        num_layers = self.s_part.config.num_layers
-        # Units listed on a slot's plan must have run before its next plan: spread over the stages until then.
-        stages_left = max(1, (num_layers - stage.layer - 1) * len(self._slots) + 1)
-        self._run_units(self._slots[stage.slot], math.ceil(self.prefill.num_pending / stages_left))
+        num_layers, num_slots = self.s_part.config.num_layers, len(self._slots)
+        share = stage_share(self.prefill.prompts, stage, num_layers=num_layers, num_slots=num_slots)
+        self._run_units(self._slots[stage.slot], share)
 
     def _run_listed(self, state: SlotState) -> None:
-        self._run_units(state, self.prefill.num_pending)
+        self._run_units(state, self.prefill.prompts.num_pending)
 
     def _run_units(self, state: SlotState, num_units: int) -> None:
         if not num_units:
@@ -300,7 +281,7 @@ class SWorker:
             if seq.is_finished:
                 self._finish(seq)
             else:
-                self.admission.prefilled(seq)
+                self.scheduler.admission.prefilled(seq)
 
     def _record_step(self, state: SlotState) -> None:
         """Complete the times of the step that ends here with what the R-workers report."""
