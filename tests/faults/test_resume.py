@@ -156,7 +156,11 @@ def rank_process(launcher: subprocess.Popen, rank: int) -> psutil.Process:
 
 @pytest.mark.parametrize(
     ("ranks", "number", "to_rank"),
-    [(1, signal.SIGUSR1, None), (3, signal.SIGTERM, None), (3, signal.SIGUSR2, 2)],
+    [
+        (1, signal.SIGUSR1, None),
+        pytest.param(3, signal.SIGTERM, None, marks=pytest.mark.slow),
+        (3, signal.SIGUSR2, 2),
+    ],
 )
 def test_a_stopped_job_goes_on_where_it_was(
     checkpoint, lines, expected, tmp_path: Path, ranks: int, number: signal.Signals, to_rank: int | None

@@ -44,7 +44,7 @@ def case(tmp_path_factory) -> tuple[Path, dict]:
     return folder, expected
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_tokens_are_those_of_a_plain_cpu(case, ranks: int) -> None:
     folder, expected = case
     results, said = run("emulated_program.py", ranks, folder, CONFIGS)

@@ -183,8 +183,15 @@ def test_ranks_that_contradict_the_launcher_are_2(checkpoint: Path, tmp_path: Pa
     assert "--ranks is 3 but 2 were started" in done.stderr
 
 
-@pytest.mark.parametrize("name", [signal.SIGUSR1, signal.SIGTERM])
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(
+    ("ranks", "name"),
+    [
+        (1, signal.SIGUSR1),
+        pytest.param(1, signal.SIGTERM, marks=pytest.mark.slow),
+        pytest.param(3, signal.SIGUSR1, marks=pytest.mark.slow),
+        (3, signal.SIGTERM),
+    ],
+)
 def test_a_signal_stops_with_75_and_resume_answers_the_rest(
     checkpoint: Path, tmp_path: Path, ranks: int, name: signal.Signals
 ) -> None:

@@ -48,12 +48,12 @@ def run(ranks: int, checkpoint: Path, prompts: Path, folder: Path, configs: list
     return [results[json.dumps(config, sort_keys=True)] for config in configs]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
 def test_tokens_do_not_depend_on_ranks_batch_slots_or_order(case, ranks: int, tmp_path: Path) -> None:
     checkpoint, prompts, expected = case
     assert len(expected) == 40
-    if "mistral" in str(checkpoint) and ranks in (2, 4):
-        pytest.skip("windows are tried at 1 and 3 ranks")
+    if "mistral" in str(checkpoint) and ranks in (1, 4):
+        pytest.skip("windows are tried at 2 and 3 ranks")
     for config, result in zip(CONFIGS, run(ranks, checkpoint, prompts, tmp_path, CONFIGS), strict=True):
         assert result == expected, f"{ranks} ranks, {config}"
 

@@ -55,6 +55,7 @@ def test_few_cases_leave_the_recorded_text(golden_records: list[dict]) -> None:
     assert sum(same) >= len(GOLDEN) - 2
 
 
+@pytest.mark.slow
 def test_stop_strings_across_token_borders_and_chat(tmp_path: Path) -> None:
     prompt = "The capital of France is"  # " Paris.\n\nThe answer is: 2018-..." greedily
     lines = [
