@@ -1,4 +1,4 @@
-"""The command line: ``fastdecode generate | validate | report | bench``.
+"""The command line: ``fastdecode generate | validate | plan | simulate | report | bench``.
 
 Parsing, ``--help`` and ``--version`` import neither MPI nor torch.
 """
@@ -6,10 +6,7 @@ Parsing, ``--help`` and ``--version`` import neither MPI nor torch.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
-import types
-import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -18,25 +15,16 @@ from fastdecode_hpc import __version__
 from fastdecode_hpc.bench import command as bench_command
 from fastdecode_hpc.config import ConfigError, RunConfig
 from fastdecode_hpc.files import OutputError
-from fastdecode_hpc.host import parse_bytes, process_age
+from fastdecode_hpc.host import process_age
 from fastdecode_hpc.launch import announce, detect, launch
-from fastdecode_hpc.sequence import SamplingParams
-from fastdecode_hpc.signals import StopRequest, find_deadline, parse_duration
+from fastdecode_hpc.options import add_run_options, add_sampling_options, duration, run_config, sampling
+from fastdecode_hpc.planner import command as planner_command
+from fastdecode_hpc.signals import StopRequest, find_deadline
 
 if TYPE_CHECKING:
     from fastdecode_hpc.job_files import JobFiles
+    from fastdecode_hpc.sequence import SamplingParams
     from fastdecode_hpc.transport.mpi import World
-
-SAMPLING_HELP = {
-    "max_new_tokens": "most tokens to generate",
-    "temperature": "0 is greedy",
-    "top_k": "keep the K most likely tokens; 0: all",
-    "top_p": "keep the smallest set of tokens of this mass",
-    "min_p": "keep tokens at least this times as likely as the most likely one",
-    "repetition_penalty": "above 1 makes tokens that were seen, in prompt or output, less likely",
-    "presence_penalty": "taken off the logits of tokens in the output, once",
-    "frequency_penalty": "taken off the logits of tokens in the output, as often as they are there",
-}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -57,6 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_validate(commands)
     _add_report(commands)
+    planner_command.add_arguments(commands)
     bench_command.add_arguments(commands)
     return parser
 
@@ -86,12 +75,12 @@ def _add_generate(commands: Any) -> None:
         help="stop: end with code 4 after the first failed request, as --max-errors 0 (default: continue)",
     )  # fmt: skip
     ends.add_argument(
-        "--time-budget", type=_duration, metavar="TIME",
+        "--time-budget", type=duration, metavar="TIME",
         help="stop with code 75 after this time, e.g. 30m, 2h or D-HH:MM:SS; the same command goes on later "
         "(default: shortly before Slurm ends the job)",
     )  # fmt: skip
-    _add_run_options(parser.add_argument_group("run"))
-    _add_sampling_options(parser.add_argument_group("sampling, for lines that bring no settings of their own"))
+    add_run_options(parser.add_argument_group("run"))
+    add_sampling_options(parser.add_argument_group("sampling, for lines that bring no settings of their own"))
     parser.set_defaults(func=run_generate)
 
 
@@ -104,70 +93,9 @@ def _add_validate(commands: Any) -> None:
     parser.add_argument("input", help="JSONL file of prompts, or - for standard input")
     parser.add_argument("--model", metavar="MODEL", help="as of generate; its weights are not read")
     parser.add_argument("--auto-id", action="store_true", help="as of generate")
-    _add_run_options(parser, ("max_context_len", "overlong", "merge_system"))
-    _add_sampling_options(parser.add_argument_group("sampling, for lines that bring no settings of their own"))
+    add_run_options(parser, ("max_context_len", "overlong", "merge_system"))
+    add_sampling_options(parser.add_argument_group("sampling, for lines that bring no settings of their own"))
     parser.set_defaults(func=run_validate)
-
-
-def _add_run_options(group: Any, names: Sequence[str] | None = None) -> None:
-    """One flag a field of `RunConfig` (all, or these), with its help, choices and default."""
-    hints = typing.get_type_hints(RunConfig)
-    for spec in dataclasses.fields(RunConfig):
-        if names is not None and spec.name not in names:
-            continue
-        flag, text = f"--{spec.name.replace('_', '-')}", spec.metadata["help"]
-        kind = _plain_type(hints[spec.name])
-        options: dict[str, Any] = {"default": spec.default, "help": _with_default(text, spec.default)}
-        if kind is bool:
-            options["action"] = argparse.BooleanOptionalAction
-        else:
-            options["type"] = _size if spec.metadata.get("metavar") == "SIZE" else kind
-            options["choices"] = spec.metadata.get("choices")
-            options["metavar"] = spec.metadata.get("metavar") or _metavar(kind, options["choices"])
-        group.add_argument(flag, **options)
-
-
-def _add_sampling_options(group: Any) -> None:
-    hints = typing.get_type_hints(SamplingParams)
-    for spec in dataclasses.fields(SamplingParams):
-        if spec.name in SAMPLING_HELP:
-            text = _with_default(SAMPLING_HELP[spec.name], spec.default)
-            kind = _plain_type(hints[spec.name])
-            group.add_argument(
-                f"--{spec.name.replace('_', '-')}", type=kind, default=spec.default, help=text, metavar=_metavar(kind)
-            )
-    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop string; may be repeated")
-    group.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _duration(text: str) -> float:
-    try:
-        return parse_duration(text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _plain_type(hint: Any) -> Any:
-    """The type inside ``X | None``."""
-    if isinstance(hint, types.UnionType):
-        return next(arg for arg in typing.get_args(hint) if arg is not types.NoneType)
-    return hint
-
-
-def _metavar(kind: Any, choices: Any = None) -> str | None:
-    return None if choices else {int: "N", float: "X"}.get(kind, "TEXT")
-
-
-def _with_default(text: str, default: Any) -> str:
-    shown = default is not None and default is not False and "default" not in text
-    return f"{text} (default: {default})" if shown else text
 
 
 def _add_report(commands: Any) -> None:
@@ -205,12 +133,12 @@ def run_validate(args: argparse.Namespace, argv: Sequence[str]) -> int:
     names = ("max_context_len", "overlong", "merge_system")
     run = RunConfig(**{name: getattr(args, name) for name in names})
     intake = make_intake(args.model, run) if args.model is not None else None
-    return validate(args.input, _sampling(args), auto_id=args.auto_id, intake=intake)
+    return validate(args.input, sampling(args), auto_id=args.auto_id, intake=intake)
 
 
 def run_generate(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """``fastdecode generate``: start the ranks, or be one of them."""
-    run, defaults = _from_args(RunConfig, args), _sampling(args)
+    run, defaults = run_config(args), sampling(args)
     if detect().kind == "none" and (run.ranks or 1) > 1:
         return launch(run.ranks or 1, argv)
     announce()
@@ -270,15 +198,3 @@ def _max_errors(args: argparse.Namespace) -> int | None:
     if args.on_error == "stop" and limit:
         raise ConfigError(f"--on-error is stop and --max-errors {limit}; give one of them")
     return 0 if args.on_error == "stop" else limit
-
-
-def _sampling(args: argparse.Namespace) -> SamplingParams:
-    values = {name: getattr(args, name) for name in SAMPLING_HELP}
-    try:
-        return SamplingParams(**values, stop=tuple(args.stop), ignore_eos=args.ignore_eos)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-
-
-def _from_args(cls: Any, args: argparse.Namespace) -> Any:
-    return cls(**{spec.name: getattr(args, spec.name) for spec in dataclasses.fields(cls)})

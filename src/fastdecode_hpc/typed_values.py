@@ -75,6 +75,21 @@ class TypedValues(Mapping[str, Any]):
             raise self._refuse(name, value, "an object")
         return TypedValues(self.path, value, f"{self._what}{name}.")
 
+    def objects(self, name: str) -> list[TypedValues]:
+        """The objects of a list; none where it is absent."""
+        value = self._get(name, [])
+        if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
+            raise self._refuse(name, value, "a list of objects")
+        return [TypedValues(self.path, item, f"{self._what}{name}[{place}].") for place, item in enumerate(value)]
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """A list of finite numbers."""
+        value = self._get(name, None)
+        if not isinstance(value, list):
+            raise self._refuse(name, value, "a list of numbers")
+        inner = TypedValues(self.path, {str(place): item for place, item in enumerate(value)}, f"{self._what}{name}.")
+        return tuple(inner.number(str(place)) for place in range(len(value)))
+
     def ids(self, name: str) -> tuple[int, ...]:
         """Token ids, given as one or as a list of them; none where it is absent."""
         value = self._get(name, [])

@@ -60,12 +60,16 @@ class LayerGroup:
         """Bytes of one block: K and V of `block_size` tokens, all KV heads and all layers of the group."""
         return block_size * self.token_bytes
 
-    def row_bytes(self, num_tokens: int) -> int:
+    def row_bytes(self, num_tokens: Positions) -> Positions:
         """K and V, scales included, that attention of a row with this context reads in one layer (no window)."""
-        border = max(0, recent_border(num_tokens - 1)) if self.is_quantised else num_tokens
+        border = num_tokens
+        if self.is_quantised:
+            border = recent_border(num_tokens - 1)
+            border = border * (border > 0)
         copy = with_recent(self)[-1]
         head_bytes = border * self.head_token_bytes + (num_tokens - border) * copy.head_token_bytes
-        return self.num_kv_heads * head_bytes
+        total: Positions = self.num_kv_heads * head_bytes
+        return total
 
     def first_needed(self, position: int) -> int:
         """Oldest token that a query at `position` still sees."""

@@ -1,0 +1,228 @@
+"""``fastdecode plan`` and ``fastdecode simulate``: their options and what they print."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastdecode_hpc.config import ConfigError, check_at_least, check_positive
+from fastdecode_hpc.files import check_writable, write_json
+from fastdecode_hpc.options import add_run_options, duration, run_config, size
+
+if TYPE_CHECKING:
+    from fastdecode_hpc.planner.lengths import Lengths
+    from fastdecode_hpc.planner.profile import Profile
+    from fastdecode_hpc.planner.simulate import SimulatedRun, Simulation
+
+PLAN_OPTIONS = ("kv_dtype", "wire_dtype", "num_slots", "schedule", "max_prefill_tokens", "prefill_chunk_tokens")
+SIMULATE_OPTIONS = (*PLAN_OPTIONS, "max_batch_size", "start_interval", "load_limit", "block_size", "kv_memory_bytes")
+MODEL_HELP = "as of generate, or a well-known shape: llama-2-7b, llama-2-13b, llama-3-8b, llama-3-70b, opt-175b, ..."
+
+
+def add_arguments(commands: Any) -> None:
+    """Add both commands to the command line."""
+    _add_plan(commands)
+    _add_simulate(commands)
+
+
+def _add_common(parser: Any) -> None:
+    parser.add_argument("--model", required=True, metavar="MODEL", help=MODEL_HELP)
+    parser.add_argument(
+        "--profile", required=True, metavar="FILE|NAME",
+        help="what the machine does in how long: a file of fastdecode calibrate, or a published one: a10-epyc7452, "
+        "h100-epyc7452",
+    )  # fmt: skip
+    parser.add_argument("--prompt-len", type=int, default=1, metavar="N", help="tokens of a prompt (default: 1)")
+    parser.add_argument("--length", type=int, metavar="N", help="tokens of a whole sequence, its prompt counted")
+    parser.add_argument(
+        "--lengths", type=Path, metavar="FILE",
+        help="instead: JSONL file of prompt_len and output_len, or the output of an earlier job",
+    )  # fmt: skip
+
+
+def _add_plan(commands: Any) -> None:
+    parser = commands.add_parser(
+        "plan", help="propose batch and number of R-workers",
+        description="Propose how many R-workers, which batch and which schedule a job should have, and predict how "
+        "fast it will be, from a profile of the machine. Needs neither MPI nor the model's weights.",
+    )  # fmt: skip
+    _add_common(parser)
+    parser.add_argument(
+        "--max-r-workers", type=int, default=16, metavar="N", help="look at up to so many (default: 16)"
+    )
+    parser.add_argument(
+        "--latency-target", type=duration, metavar="TIME", help="a sequence must be decoded within it, e.g. 2m"
+    )
+    parser.add_argument(
+        "--price", type=_prices, metavar="S,R", help="price an hour of rank 0's machine and of one R-worker's socket"
+    )
+    parser.add_argument("--r-memory", type=size, metavar="SIZE", help="memory of a socket (default: the profile's)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan there, too")
+    add_run_options(parser.add_argument_group("run, as of generate"), PLAN_OPTIONS)
+    parser.set_defaults(func=run_plan)
+
+
+def _add_simulate(commands: Any) -> None:
+    parser = commands.add_parser(
+        "simulate", help="run a job on paper",
+        description="Walk the schedule of a job on the clock of a profile: any number of R-workers, sequences of any "
+        "lengths, links that jitter or share a switch. Needs neither MPI nor the model's weights.",
+    )  # fmt: skip
+    _add_common(parser)
+    parser.add_argument("--r-workers", type=int, required=True, metavar="N", help="R-workers, 1 to 1024")
+    parser.add_argument(
+        "--num-sequences", type=int, metavar="N", help="sequences of --length (default: four times the batch)"
+    )
+    parser.add_argument("--max-steps", type=int, metavar="N", help="end after so many steps")
+    parser.add_argument("--given-kv", action="store_true", help="prompts take no time")
+    links = parser.add_argument_group("links, where they differ from the profile's")
+    links.add_argument("--latency", type=float, metavar="SECONDS", help="of a message between rank 0 and an R-worker")
+    links.add_argument("--link-bandwidth", type=size, metavar="SIZE", help="bytes a second of each R-worker's link")
+    links.add_argument("--s-bandwidth", type=size, metavar="SIZE", help="bytes a second of rank 0's link, each way")
+    links.add_argument("--switch-bandwidth", type=size, metavar="SIZE", help="bytes a second of a switch all share")
+    links.add_argument(
+        "--jitter", type=float, default=0.0, metavar="X",
+        help="spread of what a message takes: sigma of a log-normal factor (default: 0)",
+    )  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the jitter (default: 0)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
+    add_run_options(parser.add_argument_group("run, as of generate"), SIMULATE_OPTIONS)
+    parser.set_defaults(func=run_simulate)
+
+
+def _prices(text: str) -> tuple[float, float]:
+    try:
+        s_part, r_part = (float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not two prices, such as 1.2,0.4") from None
+    if not (0 <= s_part < math.inf and 0 <= r_part < math.inf and s_part + r_part > 0):
+        raise argparse.ArgumentTypeError(f"{text!r}: prices must not be negative, and not both 0")
+    return s_part, r_part
+
+
+def run_plan(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    """``fastdecode plan``."""
+    from fastdecode_hpc.planner.plan import Planner, Wish
+    from fastdecode_hpc.planner.profile import load_profile
+    from fastdecode_hpc.planner.shapes import find_shape
+    from fastdecode_hpc.planner.text import format_plan, plan_as_dict
+
+    check_at_least("--max-r-workers", args.max_r_workers, 1, 1024)
+    if args.json is not None:
+        check_writable(args.json)
+    profile, model = load_profile(args.profile), find_shape(args.model)
+    lengths = _lengths(args, 1)
+    prompt_len, output_len = (round(_mean(lengths, name)) for name in ("prompt_len", "output_len"))
+    price_s, price_r = args.price or (None, None)
+    wish = Wish(prompt_len, output_len, args.latency_target, price_s, price_r, args.r_memory)
+    planner = Planner(profile, model, run_config(args), wish)
+    plan = planner.plan(args.max_r_workers)
+    print(format_plan(planner, plan, args.model))
+    if args.json is not None:
+        write_json(args.json, plan_as_dict(planner, plan, args.model))
+    return 0
+
+
+def run_simulate(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    """``fastdecode simulate``."""
+    from fastdecode_hpc.planner.profile import load_profile
+    from fastdecode_hpc.planner.shapes import find_shape
+    from fastdecode_hpc.planner.simulate import Simulation
+    from fastdecode_hpc.planner.text import describe_profile
+
+    _check_simulate(args)
+    config = run_config(args)
+    profile, model = _with_links(load_profile(args.profile), args), find_shape(args.model)
+    lengths = _lengths(args, args.num_sequences or 4 * config.max_batch_size)
+    simulation = Simulation(
+        profile,
+        model,
+        config,
+        num_workers=args.r_workers,
+        given_kv=args.given_kv,
+        jitter=args.jitter,
+        seed=args.seed,
+        max_steps=args.max_steps,
+    )
+    simulation.check_fit(lengths)
+    result = simulation.run(lengths)
+    figures = simulation_figures(simulation, result)
+    print(describe_profile(profile))
+    print("\n".join(f"{name:28} {value:,.6g}" for name, value in figures.items()))
+    if args.json is not None:
+        write_json(args.json, {"profile": {"name": profile.name, "source": profile.source}, "figures": figures})
+    return 0
+
+
+def _check_simulate(args: argparse.Namespace) -> None:
+    check_at_least("--r-workers", args.r_workers, 1, 1024)
+    for name in ("num_sequences", "max_steps"):
+        if getattr(args, name) is not None:
+            check_at_least(f"--{name.replace('_', '-')}", getattr(args, name), 1)
+    for name in ("jitter", "latency"):
+        value = getattr(args, name)
+        if value is not None and not 0 <= value < math.inf:
+            raise ConfigError(f"--{name} is {value}; it must not be negative")
+    for name in ("link_bandwidth", "s_bandwidth", "switch_bandwidth"):
+        if getattr(args, name) is not None:
+            check_positive(f"--{name.replace('_', '-')}", getattr(args, name))
+    if args.json is not None:
+        check_writable(args.json)
+
+
+def simulation_figures(simulation: Simulation, result: SimulatedRun) -> dict[str, float]:
+    """Totals and means of a simulated run; seconds, tokens, shares."""
+    import numpy as np
+
+    starts = np.array([step.t_start for step in result.steps if step.slot == 0])
+    step_s = np.diff(starts) if len(starts) > 1 else np.zeros(1)
+    s_part, r_part = (sum(getattr(step, name) for step in result.steps) for name in ("t_s_part", "t_r_part"))
+    prefill = sum(step.t_prefill for step in result.steps)
+    wall = max(result.wall_s, 1e-12)
+    return {
+        "num_sequences": result.num_sequences,
+        "output_tokens": result.output_tokens,
+        "wall_s": result.wall_s,
+        "tokens_per_s": result.tokens_per_s,
+        "num_steps": len(starts),
+        "step_s_median": float(np.median(step_s)),
+        "step_s_peak": float(step_s.max()),
+        "s_part_share": s_part / wall,
+        "r_part_share": r_part / wall,
+        "prefill_share": prefill / wall,
+        "wait_share": simulation.clock.t_wait / wall,
+        "peak_load_tokens": max((step.load_tokens for step in result.steps), default=0),
+    }
+
+
+def _lengths(args: argparse.Namespace, count: int) -> list[Lengths]:
+    from fastdecode_hpc.planner.lengths import Lengths, read_lengths
+
+    if (args.length is None) == (args.lengths is None):
+        raise ConfigError("give --length, or --lengths FILE")
+    if args.lengths is not None:
+        return read_lengths(args.lengths)
+    check_at_least("--prompt-len", args.prompt_len, 1)
+    check_at_least("--length", args.length, args.prompt_len + 1)
+    return [Lengths(args.prompt_len, args.length - args.prompt_len)] * count
+
+
+def _mean(lengths: Sequence[Lengths], name: str) -> float:
+    return sum(float(getattr(entry, name)) for entry in lengths) / len(lengths)
+
+
+def _with_links(profile: Profile, args: argparse.Namespace) -> Profile:
+    """The profile with the links that the options describe."""
+    changes = {"latency_s": args.latency, "link_bytes_per_s": args.link_bandwidth}
+    given: dict[str, Any] = {name: float(value) for name, value in changes.items() if value is not None}
+    shared = {"s_bytes_per_s": args.s_bandwidth, "switch_bytes_per_s": args.switch_bandwidth}
+    network: dict[str, Any] = {name: float(value) for name, value in shared.items() if value is not None}
+    return dataclasses.replace(
+        profile,
+        r_parts=tuple(dataclasses.replace(part, **given) for part in profile.r_parts),
+        network=dataclasses.replace(profile.network, **network),
+    )

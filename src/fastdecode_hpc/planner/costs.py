@@ -1,0 +1,204 @@
+"""What the stages of a run take on a profile's machine, for a model and the options of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from fastdecode_hpc.config import DTYPE_BYTES, ConfigError, ModelConfig, RunConfig
+from fastdecode_hpc.planner.profile import KVRates, Profile
+from fastdecode_hpc.schedule.kv_layout import KVLayout, LayerGroup, make_layout
+from fastdecode_hpc.schedule.prompts import Piece
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+def layer_weights(model: ModelConfig) -> int:
+    """Elements of the matrices of one layer."""
+    attention = model.hidden_size * (2 * model.q_size + 2 * model.kv_size)
+    return attention + 3 * model.hidden_size * model.intermediate_size
+
+
+def head_weights(model: ModelConfig) -> int:
+    """Elements of the matrix that gives logits."""
+    return model.hidden_size * model.vocab_size
+
+
+def model_bytes(model: ModelConfig, element_bytes: int) -> int:
+    """Bytes of all matrices."""
+    embeddings = head_weights(model) * (1 if model.tie_embeddings else 2)
+    return element_bytes * (model.num_layers * layer_weights(model) + embeddings)
+
+
+def transfer_ratio(model: ModelConfig, layout: KVLayout, wire_dtype: str, context_len: int) -> float:
+    """KV bytes that a token's attention reads over the bytes of q, k, v and o that cross instead, exactly.
+
+    Notes
+    -----
+    For each layer of a row ``(context_len * kv_bytes) / (wire_bytes * (2 q_size + 2 kv_size))``; the batch cancels.
+    With as many KV heads as heads, fp16 and no window it is half the context.
+    """
+    read = sum(len(group.layers) * int(_row_bytes(group, np.array([context_len]))[0]) for group in layout.main_groups)
+    return read / (model.num_layers * wire_row_bytes(model, wire_dtype))
+
+
+def wire_row_bytes(model: ModelConfig, wire_dtype: str) -> int:
+    """Bytes of q, k, v and o of one row in one layer."""
+    return DTYPE_BYTES[wire_dtype] * (model.qkv_size + model.q_size)
+
+
+def _row_bytes(group: LayerGroup, context_lens: Ints) -> Ints:
+    """K and V, scales included, that attention of rows with these contexts reads in one layer."""
+    seen = context_lens if group.window is None else context_lens.clip(max=group.window)
+    return group.row_bytes(seen)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotTimes:
+    """What one step of one slot takes; times in seconds, of R-workers as arrays ``[num_workers]``.
+
+    Attributes
+    ----------
+    s_layer : float
+        A stage of the S-Part.
+    s_head : float
+        Logits and sampling.
+    s_turn : float
+        Between two steps beside that.
+    s_stage : float
+        Of a stage, outside its body.
+    r_layers : list of float arrays
+        Attention of one layer, for each layer group.
+    r_turn : float array
+        At the start of the step.
+    r_stage : float array
+        Of a stage, beside attention.
+    qkv_bytes, out_bytes : float arrays
+        Of a stage's messages.
+    """
+
+    s_layer: float
+    s_head: float
+    s_turn: float
+    s_stage: float
+    r_layers: list[Floats]
+    r_turn: Floats
+    r_stage: Floats
+    qkv_bytes: Floats
+    out_bytes: Floats
+
+
+class Costs:
+    """Times of a run's stages.
+
+    Parameters
+    ----------
+    profile : Profile
+    model : ModelConfig
+    config : RunConfig
+        Types and block size count.
+    num_workers : int
+
+    Raises
+    ------
+    ConfigError
+        If the profile has no rates for the cache's type.
+    """
+
+    def __init__(self, profile: Profile, model: ModelConfig, config: RunConfig, *, num_workers: int) -> None:
+        self.profile, self.model, self.num_workers = profile, model, num_workers
+        self.layout = make_layout(model, block_size=config.block_size, kv_dtype=config.kv_dtype)
+        self.group_of = {layer: place for place, group in enumerate(self.layout.main_groups) for layer in group.layers}
+        self.parts = [profile.r_part(worker) for worker in range(num_workers)]
+        self._rates = [_rates(profile, part.rates, config.kv_dtype) for part in self.parts]
+        self._bytes_per_s = np.array([rates.bytes_per_s for rates in self._rates])
+        self._call_s = np.array([rates.call_s for rates in self._rates])
+        self._pair_s = np.array([rates.pair_s for rates in self._rates])
+        self._layer_scale = layer_weights(model) / layer_weights(profile.model)
+        self._head_scale = head_weights(model) / head_weights(profile.model)
+        wire_bytes = DTYPE_BYTES[config.wire_dtype]
+        self._qkv_row_bytes, self._out_row_bytes = wire_bytes * model.qkv_size, wire_bytes * model.q_size
+        self._kv_token_bytes = wire_bytes * 2 * model.kv_size
+
+    def s_layer(self, num_rows: int) -> float:
+        """Seconds of both halves of a layer."""
+        s_part = self.profile.s_part
+        return s_part.launch_s + max(0.0, s_part.layer(num_rows) - s_part.launch_s) * self._layer_scale
+
+    def slot_times(self, context_lens: Ints, workers: Ints) -> SlotTimes:
+        """Times of one step of a slot.
+
+        Parameters
+        ----------
+        context_lens, workers : int64 arrays
+            ``[num_rows]``: of each row its context, the newest token counted, and the number of its R-worker, from 0.
+        """
+        num_rows = len(context_lens)
+        rows = np.bincount(workers, minlength=self.num_workers).astype(np.float64)
+        return SlotTimes(
+            s_layer=self.s_layer(num_rows),
+            s_head=self.profile.s_part.head(num_rows) * self._head_scale,
+            s_turn=self.profile.s_part.turn(num_rows),
+            s_stage=self.profile.s_part.stage(num_rows),
+            r_layers=[
+                self._attention(group, self._by_worker(workers, _row_bytes(group, context_lens)), rows)
+                for group in self.layout.main_groups
+            ],
+            r_turn=self._of_workers("turn", rows),
+            r_stage=self._of_workers("stage", rows),
+            qkv_bytes=rows * self._qkv_row_bytes,
+            out_bytes=rows * self._out_row_bytes,
+        )
+
+    def even_slot_times(self, num_rows: int, context_len: float) -> SlotTimes:
+        """The same for rows of one context, dealt out evenly; both may be means."""
+        workers = np.arange(num_rows) % self.num_workers
+        return self.slot_times(np.full(num_rows, round(context_len), np.int64), workers)
+
+    def chunk_s(self, pieces: Sequence[Piece]) -> float:
+        """Seconds of a chunk of prompts in one layer."""
+        s_part, tokens, pairs = self.profile.s_part, 0, 0
+        for piece in pieces:
+            tokens += piece.num_tokens
+            pairs += piece.num_tokens * (piece.start + piece.stop + 1) // 2
+        growing = (tokens * s_part.chunk_token_s or self._chunk_by_rows(tokens)) * self._layer_scale
+        heads = self.model.q_size / self.profile.model.q_size
+        return s_part.chunk_s + growing + pairs * s_part.chunk_pair_s * heads
+
+    def kv_bytes(self, num_tokens: int) -> int:
+        """Bytes of the K and V of prompt tokens on the wire, one layer."""
+        return num_tokens * self._kv_token_bytes
+
+    def store_s(self, worker: int, num_bytes: float) -> float:
+        """Seconds in which an R-worker puts arrived K and V away."""
+        return num_bytes / float(self._bytes_per_s[worker])
+
+    def _chunk_by_rows(self, tokens: int) -> float:
+        """Where no prefill was measured: tokens are rows."""
+        return max(0.0, self.profile.s_part.layer(tokens) - self.profile.s_part.launch_s)
+
+    def _attention(self, group: LayerGroup, read_bytes: Floats, rows: Floats) -> Floats:
+        seconds = self._call_s + rows * group.num_kv_heads * self._pair_s + read_bytes / self._bytes_per_s
+        return np.where(rows > 0, seconds, 0.0)
+
+    def _by_worker(self, workers: Ints, values: Ints) -> Floats:
+        return np.bincount(workers, values, self.num_workers).astype(np.float64)
+
+    def _of_workers(self, name: str, rows: Floats) -> Floats:
+        curves = [getattr(part, name) for part in self.parts]
+        return np.array([curve(count) if count else 0.0 for curve, count in zip(curves, rows.tolist(), strict=True)])
+
+
+def _rates(profile: Profile, rates: object, kv_dtype: str) -> KVRates:
+    assert isinstance(rates, dict)
+    if kv_dtype not in rates:
+        raise ConfigError(
+            f"profile {profile.name} has no rates for kv_dtype {kv_dtype}; it has {', '.join(rates)}: name one of "
+            "these, or calibrate with it"
+        )
+    found: KVRates = rates[kv_dtype]
+    return found

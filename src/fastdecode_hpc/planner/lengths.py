@@ -1,0 +1,71 @@
+"""Lengths of sequences to plan for: a file of them, or one length for all."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fastdecode_hpc.config import ConfigError, show
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """A sequence to be: tokens of its prompt, of its output, and the most that this could have been."""
+
+    prompt_len: int
+    output_len: int
+    max_new_tokens: int = 0  # 0: as long as it is
+
+    def __post_init__(self) -> None:
+        for name, low in (("prompt_len", 1), ("output_len", 1), ("max_new_tokens", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise ConfigError(f"{name} is {show(value)}; it must be a whole number of at least {low}")
+
+
+def read_lengths(path: Path) -> list[Lengths]:
+    """Lengths from a JSONL file.
+
+    A line is ``{"prompt_len": 120, "output_len": 300, "max_new_tokens": 512}``, the last optional, or a record that
+    ``fastdecode generate`` wrote, of which ``usage`` is read; records of failed requests are left out.
+
+    Raises
+    ------
+    ConfigError
+        With the line's number.
+    """
+    try:
+        with path.open() as file:
+            found = list(itertools.chain.from_iterable(_entries(path, file)))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    if not found:
+        raise ConfigError(f"{path} has no lengths")
+    return found
+
+
+def _entries(path: Path, lines: Any) -> Iterator[list[Lengths]]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            yield _parse(json.loads(line))
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"line {number} of {path}: {error}") from None
+
+
+def _parse(value: Any) -> list[Lengths]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"it holds {show(value)}; it must be an object")
+    if value.get("error") is not None:
+        return []
+    response = value.get("response")
+    body = response.get("body", {}) if isinstance(response, dict) else value
+    usage = body.get("usage") if isinstance(body, dict) else None
+    if isinstance(usage, dict):
+        return [Lengths(usage.get("prompt_tokens"), usage.get("completion_tokens"))]  # type: ignore[arg-type]
+    return [Lengths(value.get("prompt_len"), value.get("output_len"), value.get("max_new_tokens", 0))]  # type: ignore[arg-type]
