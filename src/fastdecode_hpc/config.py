@@ -231,6 +231,9 @@ class RunConfig:
         "auto", "auto: the model's own weights; dummy: random ones, of which only config.json is read",
         choices=("auto", "dummy"),
     )  # fmt: skip
+    num_layers: int | None = _option(
+        None, "run the first N layers only, to measure or to calibrate: the text means nothing; default: all"
+    )
     ranks: int | None = _option(
         None, "number of processes, rank 0 counted: 1 runs both parts in one process without MPI"
     )
@@ -324,7 +327,15 @@ class RunConfig:
         for name in ("start_interval", "load_limit"):
             if getattr(self, name) is not None and self.schedule != "load-stabilizing":
                 raise ConfigError(f"{name} is of the load-stabilizing schedule; the schedule is {self.schedule}")
-        for name in ("ranks", "max_context_len", "kv_memory_bytes", "threads", "start_interval", "load_limit"):
+        for name in (
+            "num_layers",
+            "ranks",
+            "max_context_len",
+            "kv_memory_bytes",
+            "threads",
+            "start_interval",
+            "load_limit",
+        ):
             if getattr(self, name) is not None:
                 check_at_least(name, getattr(self, name), 1)
         if self.prefill_chunk_tokens < 8 or self.prefill_chunk_tokens % 8:

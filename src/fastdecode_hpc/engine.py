@@ -6,6 +6,7 @@ work until that run's stop plans and return.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import sys
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from fastdecode_hpc.advice import ThreadCores
+    from fastdecode_hpc.config import ModelConfig
     from fastdecode_hpc.r_part.worker import RWorker
     from fastdecode_hpc.s_part.model import SPart
     from fastdecode_hpc.tokenizer import Tokenizer
@@ -128,6 +130,7 @@ class Engine:
         self.tokenizer: Tokenizer | None = None
         self.clocks: list[tuple[float, float]] = [(0.0, 0.0)]
         self.t_load_s = 0.0
+        self.all_layers = 0  # of the model, on rank 0
         self._preflight = preflight
         self._given_kv = given_kv
         self._s_part: SPart | None = None
@@ -154,9 +157,20 @@ class Engine:
         from fastdecode_hpc.s_part.weights import read_model_config
 
         host.undo_openmp_binding()  # for the threads that torch and CUDA start later
-        model = read_model_config(self.model_path)
+        model = self._cut(read_model_config(self.model_path))
         on_host = weights_on_host(run, model, choose_device(run.device).type)
         return decide_setup(run, model, hellos, weights_bytes=on_host)
+
+    def _cut(self, model: ModelConfig) -> ModelConfig:
+        """The model, or as many of its first layers as the options ask for."""
+        self.all_layers = model.num_layers
+        wanted = self.run_config.num_layers
+        if wanted is None or wanted == model.num_layers:
+            return model
+        if wanted > model.num_layers:
+            raise ConfigError(f"num_layers is {wanted}; this model has {model.num_layers} layers")
+        logger.warning("only %d of the model's %d layers are run: the text means nothing", wanted, model.num_layers)
+        return dataclasses.replace(model, num_layers=wanted)
 
     def _build(self, on_load: Callable[[int, int], None] | None) -> None:
         """Make the KV partition or load the weights; what goes wrong on rank 0 ends all ranks in order."""

@@ -30,6 +30,7 @@ def run_attributes(engine: Engine) -> dict[str, Any]:
         "config": engine.run_config.as_dict(),
         "model_config": dataclasses.asdict(engine.setup.model),
         "model_path": str(engine.model_path),
+        "notes": run_notes(engine),
         "hostnames": sorted({r.host for r in engine.setup.ranks}),
         "ranks": ranks,
         "kv_bytes_per_token": engine.setup.layout.token_bytes,
@@ -37,6 +38,16 @@ def run_attributes(engine: Engine) -> dict[str, Any]:
         "mpi_library": _mpi_library(engine),
         "slurm": {name: value for name, value in os.environ.items() if name.startswith("SLURM_")},
     }
+
+
+def run_notes(engine: Engine) -> dict[str, str]:
+    """What makes this run's figures other than those of the model itself; empty for an ordinary run."""
+    notes, run, used = {}, engine.run_config, engine.setup.model.num_layers
+    if used < engine.all_layers:
+        notes["layers"] = f"only {used} of the model's {engine.all_layers} layers were run (--num-layers)"
+    if run.load_format == "dummy":
+        notes["weights"] = "random weights (--load-format dummy)"
+    return notes
 
 
 def _mpi_library(engine: Engine) -> str:

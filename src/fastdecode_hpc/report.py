@@ -43,9 +43,17 @@ STEP_UNITS = {
     "t_transport": "s",
     "t_exposed": "s",
     "t_wait": "s",
+    "t_turn": "s",
     "t_prefill": "s",
 }
-RANK_UNITS = {"t_r_part": "s", "t_wait": "s", "t_exposed": "s", "free_blocks": "blocks", "load_tokens": "tokens"}
+RANK_UNITS = {
+    "t_r_part": "s",
+    "t_turn": "s",
+    "t_wait": "s",
+    "t_exposed": "s",
+    "free_blocks": "blocks",
+    "load_tokens": "tokens",
+}
 REQUEST_UNITS = {
     "index": "1",
     "prompt_tokens": "tokens",

@@ -42,11 +42,16 @@ class RankTimes:
     t_exposed: float  # of its waits, after the awaited message had been posted
     free_blocks: int
     load_tokens: int  # read in this step, averaged over layers
+    t_turn: float = 0.0  # of t_r_part: taking the plan, making the step's work list
 
 
 @dataclass(slots=True)
 class StepTimes:
-    """One step of one slot as rank 0 saw it. Times in seconds, `t_start` since the first step."""
+    """One step of one slot as rank 0 saw it. Times in seconds, `t_start` since the first step.
+
+    `t_turn` is what rank 0 spent between two steps of the slot beside t_s_part, t_prefill and t_wait: tokens, plan,
+    reports. Of the turn that ends a step, that part counts with the next one.
+    """
 
     step: int
     slot: int
@@ -56,6 +61,7 @@ class StepTimes:
     prefill_tokens: int  # token-layers listed on this plan, over the number of layers
     t_s_part: float = 0.0
     t_head: float = 0.0  # of t_s_part: logits and sampling
+    t_turn: float = 0.0
     t_prefill: float = 0.0
     t_wait: float = 0.0
     t_transport: float = 0.0

@@ -37,7 +37,7 @@ def test_plan_round_trip(kind, step, seq_ids, new, finished, segments) -> None:
 
 def test_report_round_trip() -> None:
     times = np.arange(6.0)
-    report = StepReport(0.25, 0.5, 77, True, times - 10, times, times + 100)
+    report = StepReport(0.25, 0.125, 0.5, 77, True, times - 10, times, times + 100)
     words = np.zeros(report_words(6))
     report.encode(words)
     back = decode_report(words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -174,6 +175,20 @@ def test_missing_unknown_and_wrongly_shaped_tensors_are_all_named(checkpoint: Pa
     assert "lacks tensors model.norm.weight" in text
     assert "has unknown tensors model.layers.0.self_attn.q_proj.bias" in text
     assert "model.layers.1.mlp.up_proj.weight [95, 64] instead of [96, 64]" in text
+
+
+def test_first_layers_are_those_of_the_whole_model(checkpoint: Path) -> None:
+    config = read_model_config(checkpoint)
+    options = {"dtype": torch.float32, "device": torch.device("cpu")}
+    whole = load_weights(checkpoint, config, **options)
+    cut = dataclasses.replace(config, num_layers=1)
+    with pytest.raises(ConfigError, match=r"unknown tensors model\.layers\.1"):
+        load_weights(checkpoint, cut, **options)
+    first = load_weights(checkpoint, cut, first_layers=True, **options)
+    assert len(first.layers) == 1 < len(whole.layers)
+    for mine, theirs in zip(first.layers[0].tensors(), whole.layers[0].tensors(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert torch.equal(first.lm_head, whole.lm_head)
 
 
 def test_long_lists_of_names_are_cut(checkpoint: Path) -> None:

@@ -51,6 +51,7 @@ class RWorker:
         self._plans: dict[int, StepPlan] = {}
         self._work: dict[int, StepWork | None] = {}
         self._t_r_part = dict.fromkeys(range(num_slots), 0.0)
+        self._t_turn = dict.fromkeys(range(num_slots), 0.0)
         self._t_wait_told = 0.0
         self._known: set[int] = set()  # sequences with KV here
         self._stage: Stage | None = None
@@ -129,7 +130,8 @@ class RWorker:
             if len(seq_ids)
             else None
         )
-        self._t_r_part[slot] += time.perf_counter() - started
+        self._t_turn[slot] = time.perf_counter() - started
+        self._t_r_part[slot] += self._t_turn[slot]
 
     def end_step(self, slot: int) -> None:
         """Tell rank 0 how the step went."""
@@ -137,6 +139,7 @@ class RWorker:
         asked, arrived, posted = self.transport.layer_times(slot)
         report = StepReport(
             t_r_part=self._t_r_part[slot],
+            t_turn=self._t_turn[slot],
             t_wait=t_wait - self._t_wait_told,
             free_blocks=sum(self.partition.free_blocks()),
             stop_request=self.stop_requested(),

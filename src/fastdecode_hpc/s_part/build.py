@@ -51,7 +51,8 @@ def build_s_part(
     if run.load_format == "dummy":
         weights = dummy_weights(model, dtype=dtype, device=device, seed=run.seed)
     else:
-        weights = load_weights(path, model, dtype=dtype, device=device, progress=progress)
+        first = run.num_layers is not None
+        weights = load_weights(path, model, dtype=dtype, device=device, first_layers=first, progress=progress)
     logger.info("weights ready in %.1f s", time.perf_counter() - started)
     invariant = device.type == "cpu" if run.batch_invariant is None else run.batch_invariant
     return SPart(model, weights, device=device, dtype=dtype, batch_invariant=invariant, max_positions=max_context_len)

@@ -7,6 +7,7 @@ memory than the weights.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ __all__ = [
 
 _CHUNK_BYTES = 1 << 20  # of float32; bounds what a read holds beside the weights
 _MAX_NAMES = 8  # in one message
+_LAYER_NUMBER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 
 @dataclass(slots=True)
@@ -88,6 +90,7 @@ def load_weights(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    first_layers: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Weights:
     """Read all weights of a checkpoint.
@@ -98,6 +101,8 @@ def load_weights(
         As `model_files.resolve_model` gave it.
     config : ModelConfig
         As `read_model_config` gave it.
+    first_layers : bool
+        The checkpoint may have more layers than `config`; these are left out.
     progress : callable, optional
         Called after every tensor with the bytes of weights in place and their total.
 
@@ -107,8 +112,9 @@ def load_weights(
         If tensors are missing, unknown or of another shape, all named before anything is read.
     """
     checkpoint = open_checkpoint(path)
+    names = {name for name in checkpoint.shapes if not _is_ignored(name, config, first_layers)}
     # Before memory is taken: what the files hold bounds it, whatever sizes the configuration claims.
-    _check_names(path, config, checkpoint, _targets(config, _allocate(config, dtype, torch.device("meta"))))
+    _check_names(path, checkpoint, names, _targets(config, _allocate(config, dtype, torch.device("meta"))))
     weights = _allocate(config, dtype, device)
     targets = list(_targets(config, weights))
     done_bytes, total_bytes = 0, weights.size_bytes
@@ -195,10 +201,10 @@ def _linear_targets(name: str, weight: Tensor, bias: Tensor | None, head_dim: in
         yield _Target(name + ".bias", bias, head_dim)
 
 
-def _check_names(path: Path, config: ModelConfig, checkpoint: Checkpoint, targets: Iterable[_Target]) -> None:
-    """Raise unless the checkpoint holds exactly the targets, in their shapes."""
+def _check_names(path: Path, checkpoint: Checkpoint, names: set[str], targets: Iterable[_Target]) -> None:
+    """Raise unless these tensors of the checkpoint are exactly the targets, in their shapes."""
     wanted = {target.name: tuple(target.place.shape) for target in targets}
-    present = {name: shape for name, shape in checkpoint.shapes.items() if not _is_ignored(name, config)}
+    present = {name: shape for name, shape in checkpoint.shapes.items() if name in names}
     problems = [
         _list_names("lacks", [name for name in wanted if name not in present]),
         _list_names("has unknown", [name for name in present if name not in wanted]),
@@ -216,8 +222,11 @@ def _check_names(path: Path, config: ModelConfig, checkpoint: Checkpoint, target
         raise ConfigError(f"the checkpoint {path} does not fit its configuration: it {text}")
 
 
-def _is_ignored(name: str, config: ModelConfig) -> bool:
+def _is_ignored(name: str, config: ModelConfig, first_layers: bool) -> bool:
     """Old checkpoints keep rotary frequencies; tied ones may keep a copy of the embedding."""
+    layer = _LAYER_NUMBER.match(name)
+    if first_layers and layer is not None and int(layer[1]) >= config.num_layers:
+        return True
     return name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight")
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -40,6 +41,7 @@ class SlotState:
     s_part: Stopwatch
     head: Stopwatch
     prefill: Stopwatch
+    turn: Stopwatch = field(default_factory=Stopwatch)
     plan: StepPlan | None = None
     times: StepTimes | None = None
     t_wait: float = 0.0
@@ -96,6 +98,7 @@ class SWorker:
         self.stop_requested = stop_requested
         self.stopping = False
         self._slots = [self._make_slot(batch) for batch in scheduler.batches]
+        self._bodies = Stopwatch()  # the S-Part's work inside a turn, on this host's clock
         self._started_s = 0.0
         self._step = 0
         self._stall = StallGuard(stall_s, self.describe)
@@ -137,8 +140,11 @@ class SWorker:
         if out is not None:
             state.stages.receive()
         if stage.layer == 0:
-            self.end_step(state, has_rows=out is not None)
-            self.begin_step(stage, state)
+            with self._turning(state):
+                self.end_step(state, has_rows=out is not None)
+            self._run_listed(state)
+            with self._turning(state):
+                self.begin_step(stage, state)
         if state.plan is None or state.plan.kind is not PlanKind.RUN:
             return
         for body in state.stages.bodies(stage.layer):
@@ -150,7 +156,7 @@ class SWorker:
     def end_step(self, state: SlotState, *, has_rows: bool) -> None:
         """Last `post_attention`, logits and sampling of a step; drop the sequences that end with it."""
         if has_rows:
-            with state.s_part.running():
+            with state.s_part.running(), self._bodies.running():
                 hidden = state.stages.end()
                 with state.head.running():
                     choices = self._choose(hidden, state.batch.seqs)
@@ -162,7 +168,6 @@ class SWorker:
 
     def begin_step(self, stage: Stage, state: SlotState) -> None:
         """Make and send the plan of the slot's next step, and embed its rows."""
-        self._run_listed(state)
         if state.plan is not None and state.plan.kind is PlanKind.STOP:
             return
         if not self.stopping and self.stop_requested():
@@ -171,8 +176,16 @@ class SWorker:
         state.plan = self._make_plan(stage, state)
         self.transport.send_plan(stage.slot, state.plan)
         if state.plan.kind is PlanKind.RUN:
-            with state.s_part.running():
+            with state.s_part.running(), self._bodies.running():
                 state.stages.begin([seq.output_ids[-1] for seq in state.batch.seqs], state.plan.positions)
+
+    @contextmanager
+    def _turning(self, state: SlotState) -> Iterator[None]:
+        """Count what is done between two steps beside the S-Part's work and waits."""
+        waited = self.transport.t_wait
+        with state.turn.running():
+            yield
+        state.turn.discount(self._bodies.take() + self.transport.t_wait - waited)
 
     def _stop(self) -> None:
         """Admit nobody any more; every slot's next plan ends it."""
@@ -292,6 +305,7 @@ class SWorker:
             return
         times, state.times = state.times, None
         times.t_s_part, times.t_head, times.t_prefill = state.s_part.take(), state.head.take(), state.prefill.take()
+        times.t_turn = state.turn.take()
         messages = self.transport.transport_times(state.batch.slot)
         times.t_wait, times.t_transport, times.t_exposed = state.t_wait, messages.t_transport, messages.t_exposed
         state.t_wait, times.t_end = 0.0, self._now()
@@ -302,6 +316,7 @@ class SWorker:
                 messages.ranks_exposed.get(rank, 0.0),
                 report.free_blocks,
                 times.rank_loads.get(rank, 0),
+                report.t_turn,
             )
             for rank, report in reports.items()
         }

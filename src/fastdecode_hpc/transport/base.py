@@ -19,7 +19,7 @@ Rows = npt.NDArray[np.generic]  # [num_rows, row_size] of the wire type (bf16 as
 Ints = npt.NDArray[np.int64]
 
 HEADER_LEN = 8  # int64 words of a plan's header
-REPORT_FIELDS = 4  # float64 words of a report before its times of each layer
+REPORT_FIELDS = 5  # float64 words of a report before its times of each layer
 LAYER_TIMES = 3
 
 WIRE_NUMPY = {"fp32": np.float32, "fp16": np.float16, "bf16": np.uint16}
@@ -111,11 +111,13 @@ def decode_plan(header: Ints, payload: Ints) -> StepPlan:
 class StepReport:
     """What one R-worker tells after a step of a slot. Times in seconds, on its own clock where absolute.
 
+    `t_turn` is the part of `t_r_part` that went into the step's work list.
     `t_asked`, `t_arrived` and `t_posted` hold, for each layer, when the worker was free to take its q, k, v, when they
     had arrived, and when its output was posted; they stay zero where the worker had no rows.
     """
 
     t_r_part: float
+    t_turn: float
     t_wait: float
     free_blocks: int
     stop_request: bool
@@ -125,7 +127,13 @@ class StepReport:
 
     def encode(self, into: npt.NDArray[np.float64]) -> None:
         """Write the report into a buffer of `report_words` float64."""
-        into[:REPORT_FIELDS] = (self.t_r_part, self.t_wait, self.free_blocks, self.stop_request)
+        into[:REPORT_FIELDS] = (
+            self.t_r_part,
+            self.t_turn,
+            self.t_wait,
+            self.free_blocks,
+            self.stop_request,
+        )
         into[REPORT_FIELDS:].reshape(LAYER_TIMES, -1)[:] = (self.t_asked, self.t_arrived, self.t_posted)
 
 
@@ -137,7 +145,8 @@ def report_words(num_layers: int) -> int:
 def decode_report(words: npt.NDArray[np.float64]) -> StepReport:
     """Rebuild a report from its message."""
     times = words[REPORT_FIELDS:].reshape(LAYER_TIMES, -1).copy()
-    return StepReport(float(words[0]), float(words[1]), int(words[2]), bool(words[3]), *times)
+    t_r_part, t_turn, t_wait = words[:3].tolist()
+    return StepReport(t_r_part, t_turn, t_wait, int(words[3]), bool(words[4]), *times)
 
 
 @dataclass(frozen=True, slots=True)
