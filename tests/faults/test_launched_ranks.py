@@ -203,4 +203,5 @@ def test_killing_a_rank_ends_the_job(start, rank):
 def test_a_death_by_signal_is_not_taken_for_an_exit_code(start):
     run = start("wait")
     os.kill(run.ready()[1], signal.SIGILL)
-    assert run.launcher.wait(LIMIT_S) in (128 + signal.SIGILL, INTEL_DEATH)
+    # Another rank may come first: MPICH's launcher closes its pipes, and who writes to them dies of SIGPIPE.
+    assert run.launcher.wait(LIMIT_S) in (128 + signal.SIGILL, 128 + signal.SIGPIPE, INTEL_DEATH)
