@@ -2,21 +2,30 @@
 """How far predictions are off: against the figures of FastDecode's paper, or against this machine.
 
 python benchmarks/model_accuracy.py --paper [--json FILE]
+python benchmarks/model_accuracy.py --measured [--rounds 5] [--json FILE]
 
-The profile a10-epyc7452 holds what of the paper's Tables 1-3 is needed. What is predicted was read from its figures 9,
-11, 12 and 13 (printed labels, else from the vector drawings, +-1 %).
+--paper: the profile a10-epyc7452 holds what of the paper's Tables 1-3 is needed. What is predicted was read from its
+figures 9, 11, 12 and 13 (printed labels, else from the vector drawings, +-1 %).
+
+--measured: on this machine, with 1, 2 and 3 R-workers, a few steady runs are measured to fit a profile, and others in
+turn with them (other batch, context, type of the cache, whole ragged runs under both schedules, all layers of the model
+from a few), which are predicted. Rank 0 has the first core, R-workers share the second.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import statistics
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from fastdecode_hpc.bench.machine import program_figures
 from fastdecode_hpc.config import RunConfig
 from fastdecode_hpc.files import write_json
 from fastdecode_hpc.planner.lengths import Lengths
@@ -57,6 +66,7 @@ class Point(NamedTuple):
     unit: str
     measured: float
     predicted: float
+    spread: float = 0.0
 
     @property
     def relative_error(self) -> float:
@@ -110,7 +120,8 @@ def report(points: list[Point], json_file: Path | None, case: str, **machine) ->
     for point in points:
         note = f"  {WHY.get(point.name, '')}" if abs(point.relative_error) > TARGET else ""
         figures = f"{point.measured:10.4g} {point.predicted:10.4g} {point.relative_error:+8.1%}"
-        print(f"{point.name:{width}} {figures} {point.unit}{note}")
+        spread = f"  spread {point.spread:.1%}" if point.spread else ""
+        print(f"{point.name:{width}} {figures} {point.unit}{spread}{note}")
     errors = [abs(point.relative_error) for point in points]
     print(f"{case}: {statistics.median(errors):.1%} (worst {max(errors):.1%}, {len(points)} points)")
     if json_file is not None:
@@ -119,15 +130,36 @@ def report(points: list[Point], json_file: Path | None, case: str, **machine) ->
         write_json(json_file, {"machine": machine, "cases": [summary, *cases]})
 
 
+def measured_points(rounds: int) -> list[Point]:
+    """All points of this machine, from one job for each number of R-workers."""
+    from fastdecode_hpc.mpiexec import find_library, find_mpiexec
+
+    found = []
+    program = Path(__file__).with_name("measured_accuracy.py")
+    for workers in (1, 2, 3):
+        cores = ",".join(["0"] + ["1"] * workers)
+        with tempfile.TemporaryDirectory() as folder:
+            output = Path(folder) / "points.json"
+            command = [str(find_mpiexec(find_library())), "-n", str(workers + 1), "-bind-to", f"user:{cores}"]
+            subprocess.run([*command, sys.executable, str(program), str(output), str(rounds)], check=True)
+            found += json.loads(output.read_text())
+    return [Point(**point) for point in found]
+
+
 def main() -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--paper", action="store_true", help="against the paper's figures; no machine is measured")
+    parser.add_argument("--measured", action="store_true", help="against this machine, on MPICH")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of which medians are taken (default: 5)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the points to a JSON file")
     args = parser.parse_args()
-    if not args.paper:
-        parser.error("give --paper")
-    report(list(paper_points()), args.json, "paper-median", profile=PROFILE)
+    if args.paper == args.measured:
+        parser.error("give --paper or --measured")
+    if args.paper:
+        report(list(paper_points()), args.json, "paper-median", profile=PROFILE)
+    else:
+        report(measured_points(args.rounds), args.json, "measured-median", **program_figures())
     return 0
 
 

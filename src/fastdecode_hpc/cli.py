@@ -1,4 +1,4 @@
-"""The command line: ``fastdecode generate | validate | plan | simulate | report | bench``.
+"""The command line: ``fastdecode generate | validate | calibrate | plan | simulate | report | bench``.
 
 Parsing, ``--help`` and ``--version`` import neither MPI nor torch.
 """
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from fastdecode_hpc import __version__
 from fastdecode_hpc.bench import command as bench_command
+from fastdecode_hpc.calibrate import command as calibrate_command
 from fastdecode_hpc.config import ConfigError, RunConfig
 from fastdecode_hpc.files import OutputError
 from fastdecode_hpc.host import process_age
@@ -45,6 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_validate(commands)
     _add_report(commands)
+    calibrate_command.add_arguments(commands)
     planner_command.add_arguments(commands)
     bench_command.add_arguments(commands)
     return parser

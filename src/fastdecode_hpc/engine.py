@@ -103,6 +103,11 @@ class Engine:
     given_kv : bool
         For measurements of decode: compute no prompts, their K and V are what the cache's memory holds.
 
+    weights_of : Engine, optional
+        Use this one's weights: of the same model, types, device and threads.
+    on_load : callable, optional
+        Called with bytes of weights in place and their total.
+
     Raises
     ------
     ConfigError
@@ -119,6 +124,7 @@ class Engine:
         preflight: Callable[[Path], None] = lambda model: None,
         stop_requested: Callable[[], bool] = lambda: False,
         given_kv: bool = False,
+        weights_of: Engine | None = None,
         on_load: Callable[[int, int], None] | None = None,
     ) -> None:
         self.run_config = run if run is not None else RunConfig()
@@ -133,7 +139,7 @@ class Engine:
         self.all_layers = 0  # of the model, on rank 0
         self._preflight = preflight
         self._given_kv = given_kv
-        self._s_part: SPart | None = None
+        self._s_part: SPart | None = None if weights_of is None else weights_of._s_part
         self.setup = startup.agree(self.run_config, self.world, detect(), isas=_available_isas, decide=self._decide)
         self._build(on_load)
 
@@ -145,6 +151,15 @@ class Engine:
     @property
     def me(self) -> RankSetup:
         return self.setup.ranks[self.rank]
+
+    def device(self) -> tuple[str, int]:
+        """What the S-Part runs on, and the bytes of memory of its own that this has; on rank 0."""
+        from fastdecode_hpc.s_part.build import device_memory
+
+        assert self._s_part is not None
+        if self._s_part.device.type == "cpu":
+            return f"CPU of {self.me.host}, {self.me.threads} threads", 0
+        return device_memory(self._s_part.device)
 
     # ---- building ----------------------------------------------------------------------------------
 
@@ -200,7 +215,7 @@ class Engine:
         assert self.model_path is not None
         started = time.perf_counter()
         self.tokenizer = load_tokenizer(self.model_path)
-        self._s_part = build_s_part(
+        self._s_part = self._s_part or build_s_part(
             self.run_config,
             self.setup.model,
             self.model_path,

@@ -28,6 +28,7 @@ from fastdecode_hpc.planner.profile import (
     load_profile,
     save_profile,
 )
+from fastdecode_hpc.planner.replay import StepLoad, replay
 from fastdecode_hpc.planner.shapes import SHAPES
 from fastdecode_hpc.planner.simulate import Simulation
 from fastdecode_hpc.schedule.bound import StageTimes, best_step_time
@@ -250,6 +251,25 @@ def test_every_token_is_simulated_once_and_no_part_works_twice_at_a_time(lengths
         assert busy <= result.wall_s * (1 + 1e-9)
     s_busy = sum(step.t_s_part + step.t_prefill for step in result.steps)
     assert s_busy <= result.wall_s * (1 + 1e-9)
+
+
+@given(
+    st.integers(1, 300), st.integers(2, 40), st.integers(1, 20), st.integers(1, 2),
+    st.sampled_from(["greedy", "load-stabilizing"]),
+)  # fmt: skip
+@settings(max_examples=20, deadline=None)
+def test_a_replay_of_a_simulated_run_takes_as_long(prompt_len, output_len, count, workers, schedule):
+    profile = make_profile(turn_s=1e-4, bytes_per_s=1e8)
+    config = RunConfig(max_batch_size=8, schedule=schedule)
+    result = Simulation(profile, MODEL, config, num_workers=workers).run([Lengths(prompt_len, output_len)] * count)
+    loads = [StepLoad(s.step, s.slot, s.num_rows, s.prefill_tokens, s.rank_loads) for s in result.steps]
+    replayed = replay(profile, MODEL, config, loads)
+    assert [(s.step, s.slot) for s in replayed] == [(s.step, s.slot) for s in result.steps]
+    for name in ("t_s_part", "t_r_part"):
+        mine, theirs = (sum(getattr(s, name) for s in steps) for steps in (replayed, result.steps))
+        assert mine == pytest.approx(theirs, rel=0.01)
+    # A report does not say where within a step its prompts are computed.
+    assert replayed[-1].t_end == pytest.approx(result.steps[-1].t_end, rel=0.25)
 
 
 # ---- plans

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -21,6 +22,11 @@ PROBE_STEPS = 8
 NUM_PROBES = 6
 START_CONTEXT = 256
 MARGIN_STEPS = 2 * SETTLING_STEPS + 2  # of a steady run, beside those that count
+
+NOT_OF_S_PART = (
+    "kv_dtype", "kv_memory_bytes", "block_size", "num_slots", "max_batch_size", "max_prefill_tokens",
+    "prefill_chunk_tokens", "schedule", "start_interval", "load_limit", "r_worker_weights",
+)  # fmt: skip
 
 Lengths = tuple[int, int]  # tokens of a prompt, and of its output
 
@@ -69,6 +75,10 @@ class ScheduleSession:
         self.world = world
         self._engines: dict[tuple[RunConfig, bool], Engine] = {}
 
+    def first_engine(self, run: RunConfig) -> Engine:
+        """The engine of these options, for what they decide; all ranks call this together."""
+        return self._engine(run, given_kv=True)
+
     def follow(self) -> None:
         """Be an R-worker for every run that rank 0 makes; returns after its `end`."""
         assert self.world is not None
@@ -99,12 +109,12 @@ class ScheduleSession:
         engine.run(requests, Hooks(recording.complete, on_step=recording.steps.append))
         return recording
 
-    def steady(self, run: RunConfig, context: int, num_steps: int) -> Window:
-        """Steps of a full batch whose sequences all have about `context` tokens."""
-        new = num_steps + MARGIN_STEPS
+    def steady(self, run: RunConfig, context: int, num_steps: int, *, batch_size: int | None = None) -> Window:
+        """Steps of a full batch, or of `batch_size` sequences, that all have about `context` tokens."""
+        new, batch_size = num_steps + MARGIN_STEPS, batch_size or run.max_batch_size
         prompt_len = max(1, context - new // 2)
-        recording = self.decode(run, [(prompt_len, new)] * run.max_batch_size)
-        first, last = full_steps(recording.steps, run.max_batch_size)
+        recording = self.decode(run, [(prompt_len, new)] * batch_size)
+        first, last = full_steps(recording.steps, batch_size)
         return recording.window(first + SETTLING_STEPS, last)
 
     def find_context(self, run: RunConfig, r_over_s: float, num_steps: int = PROBE_STEPS) -> int:
@@ -143,5 +153,12 @@ class ScheduleSession:
     def _engine(self, run: RunConfig, given_kv: bool) -> Engine:
         """The engine of these options; all ranks make it together."""
         if (run, given_kv) not in self._engines:
-            self._engines[run, given_kv] = Engine(run, world=self.world, given_kv=given_kv)
+            same = (engine for other, engine in self._engines.items() if _same_s_part(other[0], run))
+            engine = Engine(run, world=self.world, given_kv=given_kv, weights_of=next(same, None))
+            self._engines[run, given_kv] = engine
         return self._engines[run, given_kv]
+
+
+def _same_s_part(a: RunConfig, b: RunConfig) -> bool:
+    """Whether two runs differ only in what the S-Part does not see."""
+    return a == dataclasses.replace(b, **{name: getattr(a, name) for name in NOT_OF_S_PART})

@@ -42,7 +42,7 @@ def transfer_ratio(model: ModelConfig, layout: KVLayout, wire_dtype: str, contex
     For each layer of a row ``(context_len * kv_bytes) / (wire_bytes * (2 q_size + 2 kv_size))``; the batch cancels.
     With as many KV heads as heads, fp16 and no window it is half the context.
     """
-    read = sum(len(group.layers) * int(_row_bytes(group, np.array([context_len]))[0]) for group in layout.main_groups)
+    read = sum(len(group.layers) * int(row_bytes(group, np.array([context_len]))[0]) for group in layout.main_groups)
     return read / (model.num_layers * wire_row_bytes(model, wire_dtype))
 
 
@@ -51,7 +51,14 @@ def wire_row_bytes(model: ModelConfig, wire_dtype: str) -> int:
     return DTYPE_BYTES[wire_dtype] * (model.qkv_size + model.q_size)
 
 
-def _row_bytes(group: LayerGroup, context_lens: Ints) -> Ints:
+def chunk_counts(pieces: Sequence[Piece]) -> tuple[int, int, int, int]:
+    """What a chunk of prompts is made of: itself (1), pieces, tokens, pairs of a query and a key that it sees."""
+    tokens = sum(piece.num_tokens for piece in pieces)
+    pairs = sum(piece.num_tokens * (piece.start + piece.stop + 1) // 2 for piece in pieces)
+    return 1, len(pieces), tokens, pairs
+
+
+def row_bytes(group: LayerGroup, context_lens: Ints) -> Ints:
     """K and V, scales included, that attention of rows with these contexts reads in one layer."""
     seen = context_lens if group.window is None else context_lens.clip(max=group.window)
     return group.row_bytes(seen)
@@ -141,11 +148,11 @@ class Costs:
         rows = np.bincount(workers, minlength=self.num_workers).astype(np.float64)
         return SlotTimes(
             s_layer=self.s_layer(num_rows),
-            s_head=self.profile.s_part.head(num_rows) * self._head_scale,
+            s_head=self.head_s(num_rows),
             s_turn=self.profile.s_part.turn(num_rows),
             s_stage=self.profile.s_part.stage(num_rows),
             r_layers=[
-                self._attention(group, self._by_worker(workers, _row_bytes(group, context_lens)), rows)
+                self._attention(group, self._by_worker(workers, row_bytes(group, context_lens)), rows)
                 for group in self.layout.main_groups
             ],
             r_turn=self._of_workers("turn", rows),
@@ -159,15 +166,17 @@ class Costs:
         workers = np.arange(num_rows) % self.num_workers
         return self.slot_times(np.full(num_rows, round(context_len), np.int64), workers)
 
+    def head_s(self, num_rows: int) -> float:
+        """Seconds of logits and sampling."""
+        return self.profile.s_part.head(num_rows) * self._head_scale
+
     def chunk_s(self, pieces: Sequence[Piece]) -> float:
         """Seconds of a chunk of prompts in one layer."""
-        s_part, tokens, pairs = self.profile.s_part, 0, 0
-        for piece in pieces:
-            tokens += piece.num_tokens
-            pairs += piece.num_tokens * (piece.start + piece.stop + 1) // 2
-        growing = (tokens * s_part.chunk_token_s or self._chunk_by_rows(tokens)) * self._layer_scale
+        s_part, (_, _, tokens, pairs) = self.profile.s_part, chunk_counts(pieces)
+        growing = tokens * s_part.chunk_token_s if s_part.has_chunks else self._chunk_by_rows(tokens)
         heads = self.model.q_size / self.profile.model.q_size
-        return s_part.chunk_s + growing + pairs * s_part.chunk_pair_s * heads
+        fixed = s_part.chunk_s + len(pieces) * s_part.chunk_piece_s
+        return fixed + growing * self._layer_scale + pairs * s_part.chunk_pair_s * heads
 
     def kv_bytes(self, num_tokens: int) -> int:
         """Bytes of the K and V of prompt tokens on the wire, one layer."""

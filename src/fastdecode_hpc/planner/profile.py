@@ -37,8 +37,9 @@ class SPartProfile:
         Rows to seconds between two steps of a slot beside that: tokens, plan, reports.
     stage : Curve
         Rows to seconds of a stage outside of its body: the loop, posting messages.
-    chunk_s, chunk_token_s, chunk_pair_s : float
-        A chunk of prompts in one layer: for itself, for each token, for each pair of a query and a key it sees.
+    chunk_s, chunk_piece_s, chunk_token_s, chunk_pair_s : float
+        A chunk of prompts in one layer: for itself, for each prompt in it, for each token, for each pair of a query and
+        a key it sees.
     memory_bytes, read_bandwidth : float
         Of the device, for comparison with keeping the KV cache there; 0: unknown.
     """
@@ -50,10 +51,16 @@ class SPartProfile:
     turn: Curve = field(default_factory=lambda: Curve((1.0,), (0.0,)))
     stage: Curve = field(default_factory=lambda: Curve((1.0,), (0.0,)))
     chunk_s: float = 0.0
+    chunk_piece_s: float = 0.0
     chunk_token_s: float = 0.0
     chunk_pair_s: float = 0.0
     memory_bytes: float = 0.0
     read_bandwidth: float = 0.0
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether prompts were measured."""
+        return bool(self.chunk_s or self.chunk_piece_s or self.chunk_token_s or self.chunk_pair_s)
 
 
 @dataclass(frozen=True)

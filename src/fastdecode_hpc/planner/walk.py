@@ -80,6 +80,7 @@ class Walk:
     def run_unit(self, stage: Stage, unit: Unit, prompts: PromptQueue) -> None:
         """A chunk of prompts passes a layer; its K and V leave for their owners."""
         state, seconds = self._slots[stage.slot], self.costs.chunk_s(unit.pieces)
+        seconds += self.costs.head_s(len(unit.ended)) if unit.ended else 0.0
         self.clock.work(seconds)
         if state.record is not None:
             state.record.t_prefill += seconds

@@ -201,6 +201,10 @@ class KVPartition:
         for pool in self.pools:
             pool.add(seq_id, start)
 
+    def first_needed(self, position: int) -> int:
+        """Oldest token that a query at `position` sees in any group."""
+        return min(pool.group.first_needed(position) for pool in self.pools)
+
     def reserve(self, seq_id: int, num_tokens: int) -> None:
         """Make blocks so that all tokens before `num_tokens` fit.
 

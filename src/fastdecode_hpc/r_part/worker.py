@@ -122,7 +122,7 @@ class RWorker:
         mine = plan.owners == self.transport.rank
         seq_ids, positions = plan.seq_ids[mine], plan.positions[mine]
         for seq_id, position in zip(seq_ids.tolist(), positions.tolist(), strict=True):
-            self._know(seq_id, position)
+            self._know(seq_id, self.partition.first_needed(position))
             self.partition.reserve(seq_id, position + 1)
             self.partition.drop_unreachable(seq_id, position)
         self._work[slot] = (
@@ -159,7 +159,7 @@ class RWorker:
             self.partition.write_prefill(segment.layer, segment.seq_id, segment.start, part, self.wire_dtype)
 
     def _know(self, seq_id: int, start: int) -> None:
-        """Open the sequence's block tables when it is first met: with prompt K/V, or (window of 1) without any."""
+        """Open the sequence's block tables when it is first met: with prompt K/V, or (window of 1, given) without."""
         if seq_id not in self._known:
             self._known.add(seq_id)
             self.partition.add(seq_id, start)

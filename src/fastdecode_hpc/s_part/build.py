@@ -25,6 +25,12 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda" if name == "cuda" or (name == "auto" and has_gpu) else "cpu")
 
 
+def device_memory(device: torch.device) -> tuple[str, int]:
+    """Name and bytes of memory of a GPU."""
+    found = torch.cuda.get_device_properties(device)
+    return found.name, found.total_memory
+
+
 def choose_dtype(name: str, device: torch.device, path: Path | None) -> str:
     """The S-Part's type; ``auto``: fp32 on a CPU, the checkpoint's own on a GPU (without one: bf16)."""
     if name != "auto":

@@ -136,7 +136,7 @@ class World:
         blob = np.frombuffer(pickle.dumps(value), np.uint8)
         length = np.array([len(blob)], np.int64)
         for message in (length, blob):
-            self._send(message, S_RANK, f"rank 0 to take the {what} of this rank")
+            self.send(message, S_RANK, f"rank 0 to take the {what} of this rank")
         return None
 
     def barrier(self, what: str = "all ranks to meet") -> None:
@@ -168,8 +168,8 @@ class World:
         theirs, trips, what = np.empty(1), [], f"the clock of rank {rank}"
         for _ in range(rounds):
             sent = time.perf_counter()
-            self._send(theirs, rank, what)
-            self._run(lambda: self.comm.Irecv(theirs, rank), what)
+            self.send(theirs, rank, what)
+            self.receive(theirs, rank, what)
             back = time.perf_counter()
             trips.append((back - sent, float(theirs[0]) - (sent + back) / 2))
         round_trip, offset = min(trips)
@@ -178,9 +178,9 @@ class World:
     def _answer_pings(self, rounds: int) -> None:
         clock, what = np.empty(1), "rank 0 to ask for the clock of this rank"
         for _ in range(rounds):
-            self._run(lambda: self.comm.Irecv(clock, S_RANK), what)
+            self.receive(clock, S_RANK, what)
             clock[0] = time.perf_counter()
-            self._send(clock, S_RANK, what)
+            self.send(clock, S_RANK, what)
 
     def finalize(self) -> None:
         """Leave MPI together."""
@@ -193,13 +193,18 @@ class World:
     def _receive(self, rank: int, what: str) -> Any:
         """The value that `rank` gives to a `gather`."""
         length = np.empty(1, np.int64)
-        self._run(lambda: self.comm.Irecv(length, rank), what)
+        self.receive(length, rank, what)
         blob = np.empty(int(length[0]), np.uint8)
-        self._run(lambda: self.comm.Irecv(blob, rank), what)
+        self.receive(blob, rank, what)
         return pickle.loads(blob.tobytes())
 
-    def _send(self, message: np.ndarray, rank: int, what: str) -> None:
+    def send(self, message: np.ndarray, rank: int, what: str) -> None:
+        """Send an array; `what` is waited for, should it not be taken."""
         self._run(lambda: self.comm.Isend(message, rank), what)
+
+    def receive(self, into: np.ndarray, rank: int, what: str) -> None:
+        """Receive an array of the sender's size."""
+        self._run(lambda: self.comm.Irecv(into, rank), what)
 
     def _run(self, start: Callable[[], MPI.Request], what: str) -> None:
         """Start a message and wait for its end."""

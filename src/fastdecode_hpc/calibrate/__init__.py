@@ -1,0 +1,1 @@
+"""``fastdecode calibrate``: measures the ranks of a job and writes their profile."""

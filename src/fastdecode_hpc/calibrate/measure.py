@@ -1,0 +1,127 @@
+"""Measures the ranks of a job: rank 0 decides what is run, the others follow."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from fastdecode_hpc.bench.schedule_session import ScheduleSession
+from fastdecode_hpc.calibrate.fit import PromptPoint
+from fastdecode_hpc.calibrate.samples import DecodePoint, DecodeSample, median_sample, sample_of
+from fastdecode_hpc.config import RunConfig
+
+if TYPE_CHECKING:
+    from fastdecode_hpc.transport.mpi import World
+
+READ_BYTES = 1 << 29  # of the buffer whose reading is timed, on each rank
+READ_ROUNDS, LINK_ROUNDS = 5, 20
+
+
+@dataclass(slots=True)
+class Measured:
+    """Medians of all rounds.
+
+    Attributes
+    ----------
+    decode : dict of DecodePoint to DecodeSample
+    spreads : dict of DecodePoint to float
+        Quartile range over median of a step's seconds.
+    prompts : dict of PromptPoint to float
+        Seconds.
+    links : dict of int to list of (int, float)
+        By rank: bytes and seconds of messages.
+    read_bandwidth : dict of int to float
+        By rank, bytes/s.
+    """
+
+    decode: dict[DecodePoint, DecodeSample] = field(default_factory=dict)
+    spreads: dict[DecodePoint, float] = field(default_factory=dict)
+    prompts: dict[PromptPoint, float] = field(default_factory=dict)
+    links: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
+    read_bandwidth: dict[int, float] = field(default_factory=dict)
+
+
+def measure_reading(world: World | None, num_threads: int) -> dict[int, float]:
+    """Bytes/s that each R-worker reads, all at the same time; collective, by rank at rank 0."""
+    from fastdecode_hpc.bench.measure import interleave
+    from fastdecode_hpc.bench.read_bandwidth import ReadLoops
+
+    mine = 0.0
+    if world is None or not world.is_s_rank:
+        loops = ReadLoops(READ_BYTES, num_threads)
+        mine = statistics.median(loops.best(interleave(loops.contenders, rounds=READ_ROUNDS))[1])
+    if world is None:
+        return {0: mine}
+    found = world.gather(mine, "read bandwidth")
+    return {rank: rate for rank, rate in enumerate(found or ()) if rank}
+
+
+def measure_messages(world: World | None) -> dict[int, list[tuple[int, float]]]:
+    """Seconds of messages between rank 0 and each other rank; collective, at rank 0."""
+    if world is None:
+        return {}
+    from fastdecode_hpc.transport.mpi_links import measure_links
+
+    return measure_links(world, LINK_ROUNDS) or {}
+
+
+class Calibration:
+    """Runs points in turn, round by round, so that what disturbs the machine disturbs all of them alike.
+
+    Parameters
+    ----------
+    session : ScheduleSession
+    run : RunConfig
+        Of all points, but for batch and type of the cache.
+    rounds, num_steps : int
+    """
+
+    def __init__(self, session: ScheduleSession, run: RunConfig, *, rounds: int, num_steps: int) -> None:
+        self.session, self.run, self.rounds, self.num_steps = session, run, rounds, num_steps
+
+    def measure(self, points: Sequence[DecodePoint], prompts: Sequence[PromptPoint]) -> Measured:
+        """Medians of `rounds` after one to warm up."""
+        decode: dict[DecodePoint, list[DecodeSample]] = {point: [] for point in points}
+        computed: dict[PromptPoint, list[float]] = {point: [] for point in prompts}
+        for index in range(self.rounds + 1):
+            for point in points:
+                sample = self.decode(point)
+                decode[point] += [sample] if index else []
+            for prompt in prompts:
+                seconds = self.compute(prompt)
+                computed[prompt] += [seconds] if index else []
+            print(f"calibrate: round {index} of {self.rounds}", file=sys.stderr, flush=True)
+        return Measured(
+            decode={point: median_sample(samples) for point, samples in decode.items()},
+            spreads={point: spread([sample.step_s for sample in samples]) for point, samples in decode.items()},
+            prompts={point: statistics.median(seconds) for point, seconds in computed.items()},
+        )
+
+    def decode(self, point: DecodePoint) -> DecodeSample:
+        """One steady run."""
+        window = self.session.steady(self.config_of(point), point.context, self.num_steps, batch_size=point.batch)
+        return sample_of(window, one_process=self.session.world is None)
+
+    def compute(self, point: PromptPoint) -> float:
+        """Seconds of computing prompts."""
+        recording = self.session.decode(self.run, [(point.prompt_len, 2)] * point.num_prompts, given_kv=False)
+        return sum(step.t_prefill for step in recording.steps)
+
+    def config_of(self, point: DecodePoint) -> RunConfig:
+        """The options of a point's run; all batches of a type share an engine."""
+        return dataclasses.replace(self.run, kv_dtype=point.kv_dtype)
+
+
+def spread(values: Sequence[float]) -> float:
+    """Quartile range over median."""
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return (high - low) / middle
+
+
+def merge(base: Measured, links: Mapping[int, list[tuple[int, float]]], reading: Mapping[int, float]) -> Measured:
+    """The same with what was measured outside of runs."""
+    return dataclasses.replace(base, links=dict(links), read_bandwidth=dict(reading))

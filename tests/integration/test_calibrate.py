@@ -1,0 +1,75 @@
+"""``calibrate`` on ranks of this machine writes a profile that ``plan`` and ``simulate`` take."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fastdecode_hpc.config import RunConfig
+from fastdecode_hpc.engine import Engine
+from fastdecode_hpc.planner.profile import load_profile
+from fastdecode_hpc.sequence import Request, SamplingParams
+from launching import fastdecode
+from tiny_models import make_checkpoint
+
+SMALL = ["--batch-sizes", "4,8", "--contexts", "64,128", "--kv-dtypes", "fp16,int8", "--prompts", "1x16,2x32,1x64",
+         "--rounds", "3", "--steps", "4", "--threads", "1"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "llama")
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_measured_profile_can_be_planned_with(checkpoint, tmp_path, ranks):
+    path = tmp_path / "node.json"
+    done = fastdecode("calibrate", "--model", checkpoint, "--ranks", ranks, "--output", path, *SMALL)
+    assert done.returncode == 0, done.stderr
+    profile = load_profile(str(path))
+    assert profile.source == "measured"
+    assert profile.kv_dtypes == ("fp16", "int8")
+    assert len(profile.r_parts) == max(1, ranks - 1)
+    assert all(part.read_bandwidth > 1e8 and part.memory_bytes > 0 for part in profile.r_parts)
+    assert all(part.latency_s > 0 for part in profile.r_parts) == (ranks > 1)
+    assert profile.s_part.layer.x == (2.0, 4.0)
+    assert len(profile.residuals["steps"]) == 8
+    assert "fp16, batch 8, context 128" in done.stdout
+    planned = fastdecode("plan", "--model", checkpoint, "--profile", path, "--length", 100, "--max-r-workers", 2)
+    assert planned.returncode == 0, planned.stderr
+    assert "measured figures" in planned.stdout
+    simulated = fastdecode(
+        "simulate", "--model", checkpoint, "--profile", path, "--length", 40, "--prompt-len", 10, "--r-workers", 2,
+        "--max-batch-size", 8, "--kv-dtype", "int8", "--json", tmp_path / "sim.json",
+    )  # fmt: skip
+    assert simulated.returncode == 0, simulated.stderr
+    assert json.loads((tmp_path / "sim.json").read_text())["figures"]["output_tokens"] == 32 * 30
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--contexts", "9999"], "--contexts has 9999"),
+        (["--prompts", "1x9999"], "--prompts has 9999"),
+        (["--batch-sizes", "1"], "at least num_slots"),
+        (["--kv-dtypes", "fp7"], "kv_dtype is 'fp7'"),
+        (["--rounds", "1"], "rounds"),
+        (["--prompts", "4"], "no list such as"),
+        (["--num-layers", "99"], "this model has"),
+    ],
+)
+def test_mistakes_are_said(checkpoint, tmp_path, args, said):
+    done = fastdecode("calibrate", "--model", checkpoint, "--ranks", 1, "--output", tmp_path / "p.json", *SMALL, *args)
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral-window"])
+@pytest.mark.parametrize("kv_dtype", ["fp16", "int8"])
+def test_long_prompts_whose_kv_is_given_are_attended(tmp_path, kind, kv_dtype):
+    folder = make_checkpoint(tmp_path / "model", kind)
+    run = RunConfig(model=str(folder), kv_dtype=kv_dtype, threads=1, kv_memory_bytes=8 << 20, max_batch_size=4)
+    with Engine(run, given_kv=True) as engine:
+        params = SamplingParams(max_new_tokens=40, ignore_eos=True)
+        done = engine.generate([Request(i, None, [1] * length, params=params) for i, length in enumerate((1, 63, 170))])
+    assert [len(completion.token_ids) for completion in done] == [40, 40, 40]
