@@ -20,6 +20,7 @@ from fastdecode_hpc.config import ConfigError, RunConfig
 from fastdecode_hpc.files import OutputError
 from fastdecode_hpc.host import parse_bytes, process_age
 from fastdecode_hpc.launch import announce, detect, launch
+from fastdecode_hpc.report import command as report_command
 from fastdecode_hpc.sequence import SamplingParams
 from fastdecode_hpc.signals import StopRequest, find_deadline, parse_duration
 
@@ -56,7 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_generate(commands)
     _add_validate(commands)
-    _add_report(commands)
+    report_command.add_arguments(commands)
     bench_command.add_arguments(commands)
     return parser
 
@@ -68,7 +69,7 @@ def _add_generate(commands: Any) -> None:
     files = parser.add_argument_group("files")
     files.add_argument("--input", required=True, help="JSONL file of prompts, or - for standard input")
     files.add_argument("--output", required=True, type=Path, help="JSONL file of records, appended as requests finish")
-    files.add_argument("--report", type=Path, help="HDF5 file of figures")
+    files.add_argument("--report", type=Path, help="HDF5 file of figures; FILE.partial until the run has ended")
     files.add_argument(
         "--overwrite", action="store_true", help="replace an existing output instead of going on with it"
     )
@@ -170,14 +171,6 @@ def _with_default(text: str, default: Any) -> str:
     return f"{text} (default: {default})" if shown else text
 
 
-def _add_report(commands: Any) -> None:
-    parser = commands.add_parser("report", help="read a report", description="Read the HDF5 report of a run.")
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    show = actions.add_parser("show", help="print a report for people")
-    show.add_argument("file", type=Path)
-    show.set_defaults(func=run_report_show)
-
-
 def run_command(argv: Sequence[str]) -> int:
     """Parse and run; the exit code."""
     args = build_parser().parse_args(argv)
@@ -188,14 +181,6 @@ def run_command(argv: Sequence[str]) -> int:
         if (detect().rank or 0) == 0:
             print(f"fastdecode: {error}", file=sys.stderr)
         return 2
-
-
-def run_report_show(args: argparse.Namespace, argv: Sequence[str]) -> int:
-    """``fastdecode report show FILE``."""
-    from fastdecode_hpc.report import format_report
-
-    print(format_report(args.file))
-    return 0
 
 
 def run_validate(args: argparse.Namespace, argv: Sequence[str]) -> int:

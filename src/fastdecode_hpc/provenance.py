@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fastdecode_hpc import __version__
+from fastdecode_hpc.config import RunConfig
 from fastdecode_hpc.engine import Engine
 
 
@@ -37,6 +38,14 @@ def run_attributes(engine: Engine) -> dict[str, Any]:
         "mpi_library": _mpi_library(engine),
         "slurm": {name: value for name, value in os.environ.items() if name.startswith("SLURM_")},
     }
+
+
+def run_notes(run: RunConfig) -> dict[str, str]:
+    """What a reader of a run's figures has to know, by name."""
+    notes = {}
+    if run.load_format == "dummy":
+        notes["weights"] = "random (--load-format dummy): times mean something, texts don't"
+    return notes
 
 
 def _mpi_library(engine: Engine) -> str:
