@@ -12,6 +12,8 @@ import numpy as np
 from fastdecode_hpc.report.writer import ReportWriter
 from fastdecode_hpc.timing import RankTimes, StageTimes, StepTimes
 
+PREFILL_S = 1e-3
+
 
 @dataclass(frozen=True)
 class MadeUpRun:
@@ -51,6 +53,7 @@ class MadeUpRun:
                         asked[slot][layer - 1] = now_s
                         now_s = max(now_s, back[slot][layer - 1])
                     else:
+                        now_s += PREFILL_S if step < self.prefill_steps else 0.0
                         starts[slot] = now_s
                     now_s += self.t_s
                     posted[slot][layer] = now_s
@@ -68,12 +71,13 @@ class MadeUpRun:
                                   (r_asked[slot], arrived[slot], r_posted[slot]))  # fmt: skip
 
     def _times(self, rng, step, slot, start, end, own, of_rank) -> StepTimes:
-        prefill = (start, start + 1e-3) if step < self.prefill_steps else ()
+        prefill = (start - PREFILL_S, start) if step < self.prefill_steps else ()
         load = self.rows * (100 + step)
         times = StepTimes(
             step, slot, start - self.origin, num_rows=self.rows, load_tokens=load,
             prefill_tokens=50 if prefill else 0, t_s_part=self.num_layers * self.t_s + self.t_head, t_head=self.t_head,
-            t_prefill=1e-3 if prefill else 0.0, t_transport=2 * self.num_layers * self.t_wire, t_end=end - self.origin,
+            t_prefill=PREFILL_S if prefill else 0.0, t_transport=2 * self.num_layers * self.t_wire,
+            t_end=end - self.origin,
         )  # fmt: skip
         _, asked, back = own
         if self.num_ranks > 1:

@@ -59,11 +59,11 @@ def test_a_growing_batch_is_seen_again_when_it_has_doubled() -> None:
 
 
 @pytest.mark.parametrize("num_spans", [100, 200_000, 10**7])
-def test_a_run_of_a_million_steps_keeps_few_groups_to_its_end(num_spans: int) -> None:
-    kept = kept_steps((8 for _ in range(10**6)), 1, num_spans)
+def test_a_long_run_keeps_few_groups_to_its_end(num_spans: int) -> None:
+    kept = kept_steps((8 for _ in range(200_000)), 1, num_spans)
     most = max(16, min(64, spans.MAX_SPANS // num_spans))
     assert most / 2 <= len(kept) <= most
-    assert kept[-1][0] > 4e5
+    assert kept[-1][0] > 80_000
 
 
 @pytest.mark.parametrize(

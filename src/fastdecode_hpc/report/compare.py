@@ -109,7 +109,7 @@ def _settings(report: Report) -> dict[str, Any]:
         found["isa"] = _told([rank.get("isa") for rank in attributes["ranks"] if rank.get("isa")])
     for prefix, name in (("", "config"), ("model ", "model_config")):
         if isinstance(attributes.get(name), dict):
-            found |= {f"{prefix}{key}": value for key, value in attributes[name].items()}
+            found |= {f"{prefix}{key}": value for key, value in attributes[name].items() if key != "ranks"}
     return found
 
 
@@ -207,7 +207,9 @@ def draw_ratios(axes: Any, compared: Compared, names: list[str]) -> None:
         rows = [row + (place + 0.5) * height - 0.4 for row in range(len(names))]
         ratios = [compared.ratios(name)[place + 1] for name in names]
         bars = axes.barh(rows, ratios, height=0.9 * height, color=_COLOURS[place % len(_COLOURS)], label=other)
-        axes.bar_label(bars, [_ratio(ratio) for ratio in ratios], padding=2, fontsize=7)
+        texts = axes.bar_label(bars, [_ratio(ratio) for ratio in ratios], padding=2, fontsize=7)
+        for text in texts:
+            text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.5})
     axes.axvline(1.0, color=BLACK, linewidth=0.8)
     axes.set_yticks(range(len(names)), [f"{name} ({compared.units[name]})" for name in names])
     axes.set_ylim(len(names) - 0.4, -0.6)

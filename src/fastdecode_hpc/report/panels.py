@@ -71,7 +71,7 @@ def throughput(axes: Any, drawn: Drawn) -> None:
     for name, label, colour in (("num_rows", "decode", BLUE), ("prefill_tokens", "prefill", GREEN)):
         rates = bins.sum(steps.sums[name]) / widths
         if rates.any():
-            axes.stairs(rates, edges, color=colour, label=label, linewidth=1.2)
+            _curve(axes, rates, edges, color=colour, label=label)
     mean = steps.total("num_rows") / steps.wall_s
     axes.axhline(mean, color=BLUE, linestyle=":", label=f"decode, mean {_short(mean)}")
     _finish(axes, edges)
@@ -94,10 +94,14 @@ def split(axes: Any, drawn: Drawn) -> None:
             lower = upper
     if drawn.num_ranks > 1:
         label = "R-Part, slowest R-worker"
-        axes.stairs(bins.mean(steps.sums["t_r_part"]) * 1e3, edges, color=BLACK, linewidth=1.2, label=label)
+        axes.stairs(
+            bins.mean(steps.sums["t_r_part"]) * 1e3, edges, color=BLACK, linewidth=1.2, label=label, baseline=None
+        )
     if "predicted_t_step" in steps.sums:
         predicted = bins.mean(steps.sums["predicted_t_step"]) * 1e3
-        axes.stairs(predicted, edges, color=BLACK, linewidth=1.2, linestyle="--", label="step, predicted")
+        axes.stairs(
+            predicted, edges, color=BLACK, linewidth=1.2, linestyle="--", label="step, predicted", baseline=None
+        )
     _finish(axes, edges, top=_robust_top(whole))
 
 
@@ -125,12 +129,23 @@ def load(axes: Any, drawn: Drawn) -> None:
     low, high = bins.extremes(values)
     if (bins.counts > 1).any():
         axes.stairs(high, edges, baseline=low, fill=True, color=SKY, alpha=0.5, label="load, least to most")
-    axes.stairs(bins.mean(values), edges, color=BLUE, linewidth=1.2, label="load")
+    _curve(axes, bins.mean(values), edges, color=BLUE, label="load")
     if drawn.num_r_workers > 1 and "rank_load_max" in table:
-        axes.stairs(bins.mean(table["rank_load_max"]), edges, color=VERMILLION, label="most loaded R-worker")
-        axes.stairs(bins.mean(table["rank_load_mean"]), edges, color=ORANGE, label="mean R-worker", linestyle="--")
+        axes.stairs(
+            bins.mean(table["rank_load_max"]), edges, color=VERMILLION, label="most loaded R-worker", baseline=None
+        )
+        axes.stairs(
+            bins.mean(table["rank_load_mean"]),
+            edges,
+            color=ORANGE,
+            label="mean R-worker",
+            linestyle="--",
+            baseline=None,
+        )
     if "load_limit" in table and np.isfinite(table["load_limit"]).any():
-        axes.stairs(bins.extremes(table["load_limit"])[1], edges, color=BLACK, linestyle="--", label="limit")
+        axes.stairs(
+            bins.extremes(table["load_limit"])[1], edges, color=BLACK, linestyle="--", label="limit", baseline=None
+        )
     _finish(axes, edges)
 
 
@@ -197,8 +212,13 @@ def _label_ranks(axes: Any, ranks: list[int]) -> None:
     axes.set_ylim(len(ranks) - 0.5, -0.5)
 
 
+def _curve(axes: Any, values: Array, edges: Array, **options: Any) -> None:
+    """Values that hold from one edge to the next."""
+    axes.stairs(values, edges, baseline=None, linewidth=1.2, **options)
+
+
 def _finish(axes: Any, edges: Array, *, top: float | None = None) -> None:
-    axes.set_xlim(edges[0], max(edges[-1], edges[0] + 1e-9))
+    axes.set_xlim(min(0, edges[0]), max(edges[-1], 1e-9))
     axes.set_ylim(0, top)
     axes.yaxis.set_major_formatter(lambda value, place: _short(value))
     _legend(axes)
@@ -220,7 +240,7 @@ def _is_empty(axes: Any, num_items: int, text: str = "nothing to draw") -> bool:
 def _robust_top(values: Array) -> float | None:
     """A limit of the axis that a few long steps don't set; None where there are none of these."""
     usual = 1.6 * float(np.quantile(values, 0.97))
-    return usual if 0 < usual < float(values.max()) else None
+    return usual if 0 < 2 * usual < float(values.max()) else None
 
 
 def _short(value: float) -> str:

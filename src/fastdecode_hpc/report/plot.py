@@ -23,7 +23,7 @@ FIGURES = (PAGE, *PANELS)
 
 CURVE_CM = 4.6
 RANK_CM = 0.45  # of a panel with a row for each rank
-MOST_RANK_CM = 9.0
+MOST_RANK_CM = 6.5  # the page stays within A4
 MARGIN_CM = 2.6
 TITLE_CM = 1.2
 

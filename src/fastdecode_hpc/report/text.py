@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -46,7 +47,7 @@ def _state_lines(report: Report, asked: Path) -> Iterator[str]:
 
 def _attribute_lines(report: Report) -> Iterator[str]:
     for name, value in sorted(report.attributes.items()):
-        yield f"{name:18} {value}"
+        yield f"{name:18} {json.dumps(value) if isinstance(value, dict | list) else value}"
 
 
 def _summary_lines(report: Report) -> list[str]:
