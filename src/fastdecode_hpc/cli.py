@@ -20,6 +20,7 @@ from fastdecode_hpc.host import process_age
 from fastdecode_hpc.launch import announce, detect, launch
 from fastdecode_hpc.options import add_run_options, add_sampling_options, duration, run_config, sampling
 from fastdecode_hpc.planner import command as planner_command
+from fastdecode_hpc.report import command as report_command
 from fastdecode_hpc.signals import StopRequest, find_deadline
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_generate(commands)
     _add_validate(commands)
-    _add_report(commands)
+    report_command.add_arguments(commands)
     calibrate_command.add_arguments(commands)
     planner_command.add_arguments(commands)
     bench_command.add_arguments(commands)
@@ -59,7 +60,7 @@ def _add_generate(commands: Any) -> None:
     files = parser.add_argument_group("files")
     files.add_argument("--input", required=True, help="JSONL file of prompts, or - for standard input")
     files.add_argument("--output", required=True, type=Path, help="JSONL file of records, appended as requests finish")
-    files.add_argument("--report", type=Path, help="HDF5 file of figures")
+    files.add_argument("--report", type=Path, help="HDF5 file of figures; FILE.partial until the run has ended")
     files.add_argument(
         "--overwrite", action="store_true", help="replace an existing output instead of going on with it"
     )
@@ -100,14 +101,6 @@ def _add_validate(commands: Any) -> None:
     parser.set_defaults(func=run_validate)
 
 
-def _add_report(commands: Any) -> None:
-    parser = commands.add_parser("report", help="read a report", description="Read the HDF5 report of a run.")
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    show = actions.add_parser("show", help="print a report for people")
-    show.add_argument("file", type=Path)
-    show.set_defaults(func=run_report_show)
-
-
 def run_command(argv: Sequence[str]) -> int:
     """Parse and run; the exit code."""
     args = build_parser().parse_args(argv)
@@ -118,14 +111,6 @@ def run_command(argv: Sequence[str]) -> int:
         if (detect().rank or 0) == 0:
             print(f"fastdecode: {error}", file=sys.stderr)
         return 2
-
-
-def run_report_show(args: argparse.Namespace, argv: Sequence[str]) -> int:
-    """``fastdecode report show FILE``."""
-    from fastdecode_hpc.report import format_report
-
-    print(format_report(args.file))
-    return 0
 
 
 def run_validate(args: argparse.Namespace, argv: Sequence[str]) -> int:

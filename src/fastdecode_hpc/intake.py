@@ -39,6 +39,7 @@ class Accepted:
     seqs: list[Sequence]
     notes: list[str] = field(default_factory=list)
     num_ended: int = 0  # of the sequences
+    t_read_s: float = 0.0  # since the run's start
 
 
 class Intake:

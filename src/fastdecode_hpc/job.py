@@ -29,7 +29,8 @@ from fastdecode_hpc.job_status import (
     last_code,
 )
 from fastdecode_hpc.progress import ProgressLine
-from fastdecode_hpc.provenance import run_attributes
+from fastdecode_hpc.provenance import run_attributes, run_notes
+from fastdecode_hpc.report.rows import completion_row, failed_row
 from fastdecode_hpc.results import Completion, Hooks, RunStats
 from fastdecode_hpc.sequence import Request
 from fastdecode_hpc.signals import StopRequest
@@ -151,10 +152,16 @@ class Job:
             logger.warning("%s cannot be written: %s", self.files.status, error.strerror)
 
     def _run_reported(self) -> RunStats:
-        from fastdecode_hpc.report import ReportWriter
+        from fastdecode_hpc.report.writer import ReportWriter
 
         assert self.files.report is not None
-        with ReportWriter(self.files.report, run_attributes(self.engine), self.engine.setup.owners) as self._report:
+        with ReportWriter(
+            self.files.report,
+            run_attributes(self.engine),
+            self.engine.setup.owners,
+            load_limit=self.run_config.load_limit,
+            notes=run_notes(self.engine),
+        ) as self._report:
             stats = self._run_requests(self._report.add_step)
             self._report.finish(stats.summary(self.engine.t_load_s), stats.kv_huge_pages)
         return stats
@@ -183,6 +190,8 @@ class Job:
             if item.index in self._recorded:
                 continue
             if isinstance(item, RequestError):
+                if self.files.report:
+                    self._report.add_request(failed_row(item.index))
                 self._fail(item, item.code, item.message)
             else:
                 yield self._with_known_tokens(item)
@@ -201,6 +210,8 @@ class Job:
 
     def _complete(self, completion: Completion) -> None:
         request = completion.request
+        if self.files.report:
+            self._report.add_request(completion_row(completion))
         if completion.error is not None:
             self._fail(request, *completion.error)
             return
@@ -210,8 +221,6 @@ class Job:
         self._parked.pop(request.index, None)
         self._progress.request(failed=False)
         self._sample.offer(request.index, completion)
-        if self.files.report:
-            self._report.add_request(_request_figures(completion))
 
     def _fail(self, item: Request | RequestError, code: str, message: str) -> None:
         self._writer.write_error(item, code, message)
@@ -269,14 +278,3 @@ class Job:
         if code == EXIT_TOO_MANY_ERRORS:
             return f"{self._num_errors} requests failed, more than --max-errors {self.files.max_errors}"
         return self.stop.reason or "another rank was asked to stop" if code == EXIT_STOPPED else None
-
-
-def _request_figures(completion: Completion) -> dict[str, float]:
-    return {
-        "index": completion.request.index,
-        "prompt_tokens": completion.prompt_tokens,
-        "output_tokens": completion.output_tokens,
-        "t_admitted": completion.t_admitted_s,
-        "t_first_token": completion.t_first_token_s,
-        "t_finished": completion.t_finished_s,
-    }

@@ -13,6 +13,7 @@ from typing import IO
 
 from fastdecode_hpc.config import ConfigError
 from fastdecode_hpc.files import check_writable
+from fastdecode_hpc.report.schema import partial_report
 from fastdecode_hpc.sequence import SamplingParams
 
 STDIN = "-"
@@ -72,10 +73,12 @@ class JobFiles:
             raise ConfigError(f"the input {self.input} is no file; give a JSONL file, or - for standard input")
         for path in filter(None, (self.output, self.report)):
             check_writable(path)
-        if self.report is not None and self.report.exists() and not _is_hdf5(self.report):
-            raise ConfigError(f"the report {self.report} exists and is no HDF5 file; name another")
+        unfinished = partial_report(self.report) if self.report is not None else None
+        for path in filter(None, (self.report, unfinished)):
+            if path.exists() and not _is_hdf5(path):
+                raise ConfigError(f"the report {path} exists and is no HDF5 file; name another")
         beside = (self.status, self.fingerprint, self.parked)
-        names = [os.path.realpath(path) for path in (self.input, self.output, self.report, *beside) if path]
+        names = [os.path.realpath(path) for path in (self.input, self.output, self.report, unfinished, *beside) if path]
         if len(set(names)) < len(names):
             raise ConfigError(
                 "input, output, report and the files beside the output "

@@ -30,7 +30,6 @@ def run_attributes(engine: Engine) -> dict[str, Any]:
         "config": engine.run_config.as_dict(),
         "model_config": dataclasses.asdict(engine.setup.model),
         "model_path": str(engine.model_path),
-        "notes": run_notes(engine),
         "hostnames": sorted({r.host for r in engine.setup.ranks}),
         "ranks": ranks,
         "kv_bytes_per_token": engine.setup.layout.token_bytes,

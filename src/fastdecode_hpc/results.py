@@ -18,6 +18,8 @@ class Completion:
     prompt_tokens: int = 0
     notes: list[str] = field(default_factory=list)
     error: tuple[str, str] | None = None
+    owner: int = -1  # rank that held the K and V of all choices; -1: unknown, or several
+    t_read_s: float = 0.0  # since the run's start, as the other times
     t_admitted_s: float = 0.0
     t_first_token_s: float = 0.0
     t_finished_s: float = 0.0

@@ -117,6 +117,7 @@ class Run:
 
     def _sequences(self, requests: Iterator[Request]) -> Iterator[Sequence]:
         """Sequences of the requests that can run; the others are completed with their error at once."""
+        run_started = time.perf_counter()  # the S-worker asks for the first sequence as soon as it starts
         for request in requests:
             self.stats.num_requests += 1
             started = time.perf_counter()
@@ -127,6 +128,7 @@ class Run:
                 continue
             finally:
                 self.stats.t_tokenise_s += time.perf_counter() - started
+            accepted.t_read_s = started - run_started
             for seq in accepted.seqs:
                 self._accepted[seq.seq_id] = accepted
                 if request.params.stop and self.tokenizer is not None:
@@ -158,6 +160,8 @@ class Run:
             prompt_tokens=sum(seq.prompt_len for seq in seqs[:: request.params.n]),
             notes=accepted.notes,
             error=next((("non_finite_logits", seq.error) for seq in seqs if seq.error is not None), None),
+            owner=seqs[0].owner if len({seq.owner for seq in seqs}) == 1 else -1,
+            t_read_s=accepted.t_read_s,
             t_admitted_s=min(seq.t_admitted_s for seq in seqs),
             t_first_token_s=min(seq.t_first_token_s for seq in seqs),
             t_finished_s=max(seq.t_finished_s for seq in seqs),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -45,6 +46,31 @@ class RankTimes:
     t_turn: float = 0.0  # of t_r_part: taking the plan, making the step's work list
 
 
+@dataclass(frozen=True, slots=True)
+class StageTimes:
+    """When the stages of one step of one slot took place: what was written down anyway, nothing copied.
+
+    Attributes
+    ----------
+    t_origin : float
+        The run's start. As all times here in seconds on rank 0's clock, which began anywhere.
+    posted, asked, back : sequence of float
+        For each layer when q, k, v were posted, when attention output was asked for, and when it was there; empty
+        where the step had no rows.
+    ranks : dict of int to three float64 arrays
+        Of each R-worker the times of `StepReport`: asked, arrived and posted, ``[num_layers]`` each.
+    prefill : sequence of float
+        Starts and ends of work on prompts, in turn.
+    """
+
+    t_origin: float
+    posted: Sequence[float]
+    asked: Sequence[float]
+    back: Sequence[float]
+    ranks: dict[int, tuple[Any, Any, Any]]
+    prefill: Sequence[float]
+
+
 @dataclass(slots=True)
 class StepTimes:
     """One step of one slot as rank 0 saw it. Times in seconds, `t_start` since the first step.
@@ -69,6 +95,7 @@ class StepTimes:
     t_end: float = 0.0
     ranks: dict[int, RankTimes] = field(default_factory=dict)
     rank_loads: dict[int, int] = field(default_factory=dict)  # load of each R-worker
+    stages: StageTimes | None = None  # large: to be dropped by who keeps the steps of a run
 
     @property
     def t_r_part(self) -> float:

@@ -40,7 +40,8 @@ def importers_of(name: str) -> set[str]:
 def test_each_heavy_dependency_has_one_home() -> None:
     assert importers_of("fastdecode_hpc._kernels") == {"r_part/attention.py"}
     assert importers_of("mpi4py") == {"transport/mpi.py"}
-    assert importers_of("h5py") == {"report.py"}
+    assert all(path.startswith("report/") for path in importers_of("h5py"))
+    assert importers_of("matplotlib") == {"plot_style.py"}
     assert importers_of("transformers") == {"tokenizer.py"}
     assert all(path.startswith("s_part/") for path in importers_of("torch") - {"bench/peers_torch.py"})
     assert importers_of("xllamacpp") == {"bench/peers_llamacpp.py"}

@@ -94,7 +94,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.json is not None:
         check_writable(args.json)
     if args.plot is not None:
-        from fastdecode_hpc.bench.schedule_plot import check_plot
+        from fastdecode_hpc.plot_style import check_plot
 
         check_plot(args.plot)
         check_writable(args.plot)

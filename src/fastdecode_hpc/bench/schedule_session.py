@@ -50,6 +50,11 @@ class Recording:
     t_started_s: list[float] = field(default_factory=list)
     t_finished_s: list[float] = field(default_factory=list)
 
+    def add_step(self, times: StepTimes) -> None:
+        """Take a step's times, without those of its stages, which are many."""
+        times.stages = None
+        self.steps.append(times)
+
     def complete(self, completion: Completion) -> None:
         """Take a sequence's times."""
         if completion.error is not None:
@@ -106,7 +111,7 @@ class ScheduleSession:
             Request(index, None, [1] * prompt_len, params=SamplingParams(max_new_tokens=new, ignore_eos=True))
             for index, (prompt_len, new) in enumerate(lengths)
         )
-        engine.run(requests, Hooks(recording.complete, on_step=recording.steps.append))
+        engine.run(requests, Hooks(recording.complete, on_step=recording.add_step))
         return recording
 
     def steady(self, run: RunConfig, context: int, num_steps: int, *, batch_size: int | None = None) -> Window:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,8 +24,8 @@ from fastdecode_hpc.schedule.prompts import stage_share
 from fastdecode_hpc.schedule.scheduler import Scheduler, StepContent
 from fastdecode_hpc.schedule.stall import StallGuard, describe_run
 from fastdecode_hpc.sequence import Sequence
-from fastdecode_hpc.timing import RankTimes, StepTimes, Stopwatch
-from fastdecode_hpc.transport.base import PlanKind, Rows, SEnd, StepPlan
+from fastdecode_hpc.timing import RankTimes, StageTimes, StepTimes, Stopwatch
+from fastdecode_hpc.transport.base import PlanKind, Rows, SEnd, StepPlan, StepReport
 
 SAMPLE_ROWS = 128
 
@@ -45,6 +46,7 @@ class SlotState:
     plan: StepPlan | None = None
     times: StepTimes | None = None
     t_wait: float = 0.0
+    prefill_spans: array[float] = field(default_factory=lambda: array("d"))  # starts and ends in turn
 
 
 class SWorker:
@@ -280,13 +282,14 @@ class SWorker:
     def _run_units(self, state: SlotState, num_units: int) -> None:
         if not num_units:
             return
-        waited = self.transport.t_wait
+        waited, started = self.transport.t_wait, time.perf_counter()
         with state.prefill.running():
             done = self.prefill.run(num_units)
             self._stall.progressed()
             seqs = [seq for seq, _ in done]
             choices = self._choose(torch.stack([last for _, last in done]), seqs) if done else None
         state.prefill.discount(self.transport.t_wait - waited)  # too much prompt K/V was under way
+        state.prefill_spans.extend((started, time.perf_counter()))
         if choices is None:
             return
         for seq, result in zip(seqs, self._fetch(choices, seqs), strict=True):
@@ -320,7 +323,13 @@ class SWorker:
             )
             for rank, report in reports.items()
         }
+        times.stages = self._stage_times(state, reports)
         self.on_step(times)
+
+    def _stage_times(self, state: SlotState, reports: dict[int, StepReport]) -> StageTimes:
+        prefill, state.prefill_spans = state.prefill_spans, array("d")
+        ranks = {rank: (one.t_asked, one.t_arrived, one.t_posted) for rank, one in reports.items()}
+        return StageTimes(self._started_s, *self.transport.layer_times(state.batch.slot), ranks, prefill)
 
 
 def _ints(values: list[int]) -> np.ndarray:

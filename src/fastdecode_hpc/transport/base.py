@@ -209,6 +209,12 @@ class SEnd(Protocol):
     def transport_times(self, slot: int) -> TransportTimes:
         """Of the slot's last reported step."""
 
+    def layer_times(self, slot: int) -> tuple[list[float], list[float], list[float]]:
+        """Times of each layer of the slot's last reported step: q, k, v posted, output asked for, output there.
+
+        Empty where the step had no rows. The lists don't change afterwards.
+        """
+
     def poke(self) -> None:
         """Let messages move; called between bounded pieces of work."""
 

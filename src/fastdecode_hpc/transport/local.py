@@ -41,6 +41,7 @@ class _Mailbox:
         self.ready: dict[int, Callable[[], bool]] = {}  # slots with rows that the R-worker has not taken
         self.out_ready: set[int] = set()
         self.reports: dict[int, StepReport] = {}
+        self.t_posted: dict[int, list[float]] = defaultdict(list)  # when each layer's rows were ready, by slot
         self.prompt_kv: deque[tuple[list[Segment], Rows, Callable[[], bool]]] = deque()
 
 
@@ -56,6 +57,8 @@ class LocalSEnd:
         self._num_rows: dict[int, int] = {}
         self._awaited: set[int] = set()
         self._report_due: set[int] = set()
+        self._t_asked: dict[int, list[float]] = defaultdict(list)
+        self._t_back: dict[int, list[float]] = defaultdict(list)
 
     def drive(self, r_stages: Iterator[object]) -> None:
         """Take the R-worker's loop (`RWorker.stages`)."""
@@ -71,19 +74,25 @@ class LocalSEnd:
         self._box.plans[slot].append(plan)
         self._num_rows[slot] = plan.num_rows
         self._report_due.add(slot)
+        for times in (self._box.t_posted, self._t_asked, self._t_back):
+            times[slot] = []
 
     def scatter_qkv(self, slot: int, ready: Callable[[], bool]) -> None:
         self._box.ready[slot] = ready
+        if ready():  # else when the R-worker has waited for it
+            self._box.t_posted[slot].append(time.perf_counter())
         self._awaited.add(slot)
 
     def wait_out(self, slot: int) -> Rows | None:
         if slot not in self._awaited:
             return None
         self._awaited.remove(slot)
+        self._t_asked[slot].append(time.perf_counter())
         # Every stage up to the awaited one has been posted, so the R-worker never runs ahead of us.
         while slot not in self._box.out_ready:
             next(self._r_stages)
         self._box.out_ready.remove(slot)
+        self._t_back[slot].append(time.perf_counter())
         return self._box.out[slot][: self._num_rows[slot]]
 
     def send_kv(self, segments: list[Segment], rows: Rows, ready: Callable[[], bool]) -> None:
@@ -99,6 +108,9 @@ class LocalSEnd:
 
     def transport_times(self, slot: int) -> TransportTimes:
         return TransportTimes()
+
+    def layer_times(self, slot: int) -> tuple[list[float], list[float], list[float]]:
+        return self._box.t_posted[slot], self._t_asked[slot], self._t_back[slot]
 
     def poke(self) -> None:
         pass
@@ -142,7 +154,10 @@ class LocalREnd:
     def wait_qkv(self, slot: int) -> Rows:
         ready = self._box.ready.pop(slot)
         _wait(ready, self._watchdog_s)
-        self._times[slot][:2, self._layer[slot]] = time.perf_counter()
+        now, posted = time.perf_counter(), self._box.t_posted[slot]
+        self._times[slot][:2, self._layer[slot]] = now
+        if len(posted) == self._layer[slot]:
+            posted.append(now)
         return self._box.qkv[slot][: self._num_rows[slot]]
 
     def out_rows(self, slot: int) -> Rows:

@@ -180,6 +180,10 @@ class MpiSEnd:
     def transport_times(self, slot: int) -> TransportTimes:
         return self._slots[slot].times
 
+    def layer_times(self, slot: int) -> tuple[list[float], list[float], list[float]]:
+        state = self._slots[slot]
+        return state.t_posted, state.t_asked, state.t_back
+
     @property
     def t_wait(self) -> float:
         return self.progress.t_wait

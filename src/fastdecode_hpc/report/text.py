@@ -1,0 +1,110 @@
+"""A report as text for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from fastdecode_hpc.report.figures import RankShares, Steps, rank_shares, whole_steps
+from fastdecode_hpc.report.reader import Report, open_report
+from fastdecode_hpc.report.schema import PREDICTED_UNITS, REBUILT, STEP_UNITS, partial_report
+
+MAX_RANK_LINES = 12
+_SHOWN_STEPS = ("num_rows", "load_tokens", "t_s_part", "t_r_part", "t_transport", "t_wait", "t_prefill")
+_MEASURED = {"predicted_t_s_part": "t_s_part", "predicted_t_r_part": "t_r_part"}
+_SHARES = ("s_part", "prefill", "r_part", "exposed", "waiting", "other")
+_STEP_HEAD = "  " + " " * 16 + "".join(f"{name:>12}" for name in ("mean", "median", "p95", "max", "sum"))
+
+
+def format_report(path: str | Path) -> str:
+    """The report as text for people: state, attributes, summary, where time went, means of the steps.
+
+    Raises
+    ------
+    ConfigError
+        If the file is no report of this program, or none that it can read.
+    """
+    with open_report(path) as report:
+        parts = [_state_lines(report, Path(path)), _attribute_lines(report), _summary_lines(report)]
+        if report.has("steps"):
+            steps = whole_steps(report)
+            parts += [_share_lines(rank_shares(report, steps)), _predicted_lines(steps), _step_lines(report)]
+    return "\n\n".join("\n".join(lines) for lines in map(list, parts) if lines)
+
+
+def _state_lines(report: Report, asked: Path) -> Iterator[str]:
+    if not report.is_complete:
+        yield f"{report.path}: the run did not end: it goes on still, or was killed; figures are as of the last flush"
+    if report.state == REBUILT:
+        yield f"{report.path}: rebuilt from records after a run; it has no steps"
+    partial = partial_report(asked)
+    if report.path == asked and partial.exists():
+        yield f"{partial} is of another run that has not ended; fastdecode report show {partial}"
+
+
+def _attribute_lines(report: Report) -> Iterator[str]:
+    for name, value in sorted(report.attributes.items()):
+        yield f"{name:18} {json.dumps(value) if isinstance(value, dict | list) else value}"
+
+
+def _summary_lines(report: Report) -> list[str]:
+    notes = [f"  note: {name}: {text}" for name, text in report.notes.items()]
+    rows = [f"  {name:32} {value:14.6g} {_unit(unit)}".rstrip() for name, (value, unit) in report.summary.items()]
+    if not rows and report.has("requests"):
+        requests = report.columns("requests", ["output_tokens"])["output_tokens"]
+        rows = [f"  {len(requests)} requests had their records, with {int(requests.sum())} output tokens"]
+    return ["summary", *notes, *rows]
+
+
+def _share_lines(shares: list[RankShares]) -> Iterator[str]:
+    """Where each rank's time went; of many R-workers the least and most busy ones."""
+    if not shares:
+        return
+    yield "where time went (% of the time from the first step to the end; exposed: a posted message not there yet)"
+    yield f"  {'rank':6}" + "".join(f"{name:>10}" for name in (*_SHARES, "busy"))
+    shown = shares
+    if len(shares) > MAX_RANK_LINES:
+        workers = sorted(shares[1:], key=lambda one: one.busy)
+        half = MAX_RANK_LINES // 2 - 1
+        shown = sorted([shares[0], *workers[:half], *workers[-half:]], key=lambda one: one.rank)
+    for one in shown:
+        yield f"  {one.rank:<6}" + "".join(f"{100 * getattr(one, name):10.1f}" for name in (*_SHARES, "busy"))
+    if len(shown) < len(shares):
+        yield f"  (the least and most busy of {len(shares) - 1} R-workers)"
+
+
+def _predicted_lines(steps: Steps) -> Iterator[str]:
+    """Predictions beside what was measured, over the steps that have them."""
+    names = [name for name in PREDICTED_UNITS if name in steps.sums]
+    if not names or not len(steps):
+        return
+    yield "predicted and measured (s, means over the steps with predictions)"
+    yield f"  {'':12}{'predicted':>12}{'measured':>12}{'ratio':>9}"
+    for name in names:
+        predicted = steps.sums[name]
+        measured = steps.sums[_MEASURED[name]] if name in _MEASURED else np.diff(steps.edges)
+        known = np.isfinite(predicted)
+        if known.any():
+            pair = float(predicted[known].mean()), float(measured[known].mean())
+            ratio = f"{pair[0] / pair[1]:9.3f}" if pair[1] else f"{'-':>9}"
+            yield f"  {name.removeprefix('predicted_'):12}{pair[0]:12.5g}{pair[1]:12.5g}{ratio}"
+
+
+def _step_lines(report: Report) -> list[str]:
+    steps = report.columns("steps", _SHOWN_STEPS)
+    busy = steps["num_rows"] > 0
+    lines = [f"steps ({int(busy.sum())} with rows, of {len(busy)}; per step and slot)", _STEP_HEAD]
+    for name in _SHOWN_STEPS:
+        values, unit = steps[name][busy], _unit(STEP_UNITS[name])
+        if len(values):
+            quantiles = np.quantile(values, (0.5, 0.95))
+            figures = (values.mean(), *quantiles, values.max(), values.sum())
+            lines.append(f"  {name:16}" + "".join(f"{x:12.5g}" for x in figures) + f" {unit}".rstrip())
+    return lines
+
+
+def _unit(unit: str) -> str:
+    return "" if unit == "1" else unit
