@@ -220,7 +220,8 @@ def _curve(axes: Any, values: Array, edges: Array, **options: Any) -> None:
 def _finish(axes: Any, edges: Array, *, top: float | None = None) -> None:
     axes.set_xlim(min(0, edges[0]), max(edges[-1], 1e-9))
     axes.set_ylim(0, top)
-    axes.yaxis.set_major_formatter(lambda value, place: _short(value))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(lambda value, place: _short(value))
     _legend(axes)
 
 
