@@ -9,6 +9,8 @@ from pathlib import Path
 import h5py
 import numpy as np
 
+from fastdecode_hpc.report.predict import write_predictions
+from fastdecode_hpc.report.schema import PREDICTED_UNITS
 from fastdecode_hpc.report.writer import ReportWriter
 from fastdecode_hpc.timing import RankTimes, StageTimes, StepTimes
 
@@ -103,10 +105,11 @@ class MadeUpRun:
 
     def write(self, path: Path, *, predicts: bool = False, **options) -> Path:
         """A whole report."""
-        with ReportWriter(path, self.attributes(), self.owners, predicts=predicts, **options) as writer:
-            times = None
+        with ReportWriter(path, self.attributes(), self.owners, **options) as writer:
+            times, predictions = None, []
             for times in self.steps():
-                writer.add_step(times, self.predicted(times) if predicts else None)
+                writer.add_step(times)
+                predictions.append(self.predicted(times))
             output = self.num_steps * self.num_slots * self.rows
             writer.add_request(request_row(0, prompt_tokens=7, output_tokens=output))
             run_s = times.t_end if times is not None else 0.0
@@ -116,6 +119,9 @@ class MadeUpRun:
                 "decode_tokens_per_s": (output / max(run_s, 1e-9), "tokens/s"),
             }
             writer.finish(summary, {self.owners[0]: 0.5})
+        if predicts:
+            columns = {name: np.array([row[name] for row in predictions]) for name in PREDICTED_UNITS}
+            write_predictions(path, columns, "nobody")
         return path
 
     @staticmethod

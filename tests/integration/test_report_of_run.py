@@ -8,7 +8,10 @@ import h5py
 import numpy as np
 import pytest
 
-from fastdecode_hpc.report.schema import FINISH_REASONS, SPAN_KINDS
+from fastdecode_hpc.config import ModelConfig, RunConfig
+from fastdecode_hpc.planner.costs import Costs
+from fastdecode_hpc.planner.profile import load_profile
+from fastdecode_hpc.report.schema import FINISH_REASONS, PREDICTED_UNITS, SPAN_KINDS
 from launching import fastdecode, read_records, write_requests
 from tiny_models import make_checkpoint, random_prompt
 
@@ -32,6 +35,7 @@ def run(tmp_path_factory) -> tuple[dict[str, dict[str, np.ndarray]], dict, list[
     assert done.returncode == 3, done.stderr
     with h5py.File(folder / "run.h5") as file:
         attributes = {name: file.attrs[name] for name in file.attrs}
+        attributes["path"] = folder / "run.h5"
         attributes["summary"] = {name: data[()] for name, data in file["summary"].items()}
         tables = {
             table: {name: data[:] for name, data in file[table].items() if isinstance(data, h5py.Dataset)}
@@ -147,3 +151,30 @@ def test_a_worker_attends_when_it_has_waited(run) -> None:
 
 def rows_of(spans, column: str):
     return zip(*(spans[name].tolist() for name in ("step", "slot", "layer", column)), strict=True)
+
+
+def test_predictions_of_a_run_are_for_its_own_steps(run, tmp_path) -> None:
+    """Each predicted time is the profile's own for the step's rows and load."""
+    tables, attributes, _ = run
+    profile, path = load_profile("a10-epyc7452"), tmp_path / "copy.h5"
+    done = fastdecode("report", "predict", attributes["path"], "--profile", "a10-epyc7452", "--out", path)
+    assert done.returncode == 0, done.stderr
+    assert "predicted and measured" in done.stdout
+    with h5py.File(path) as file:
+        predicted = {name: file[f"steps/{name}"][:] for name in PREDICTED_UNITS}
+        assert file.attrs["predicted_by"] == "a10-epyc7452 (published)"
+    steps, model = tables["steps"], ModelConfig(**_model_values(attributes))
+    costs = Costs(profile, model, RunConfig(), num_workers=1)
+    for row in range(len(steps["step"])):
+        rows, load = int(steps["num_rows"][row]), int(steps["load_tokens"][row])
+        times = costs.even_slot_times(rows, round(load / rows)) if rows else None
+        want = model.num_layers * times.s_layer if times else 0.0
+        assert predicted["predicted_t_s_part"][row] == pytest.approx(want)
+        want = model.num_layers * times.r_layers[0][0] if times else 0.0
+        assert predicted["predicted_t_r_part"][row] == pytest.approx(want)
+    assert (predicted["predicted_t_step"] >= predicted["predicted_t_s_part"]).all()
+
+
+def _model_values(attributes) -> dict:
+    values = json.loads(attributes["model_config"])
+    return {**values, "eos_token_ids": tuple(values["eos_token_ids"])}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import signal
 import subprocess
@@ -19,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastdecode_hpc.report import schema, tables, writer
+from fastdecode_hpc.report.predict import write_predictions
 from fastdecode_hpc.report.text import format_report
 from fastdecode_hpc.report.writer import ReportWriter
 from fastdecode_hpc.timing import RankTimes, StepTimes
@@ -71,19 +71,19 @@ def test_every_dataset_has_units_and_codes_have_names(tmp_path: Path) -> None:
         assert file["ranks"].attrs["spans_group_steps"] == 4
 
 
-def test_predictions_stand_beside_the_steps_and_only_where_they_are_made(tmp_path: Path) -> None:
-    with ReportWriter(tmp_path / "run.h5", {}, (1, 2), predicts=True) as report:
-        report.add_step(step(0), {"predicted_t_s_part": 0.25, "predicted_t_step": 2.0})
-        report.add_step(step(1))
-        report.finish({})
-    with h5py.File(tmp_path / "run.h5") as file:
-        assert file["steps/predicted_t_s_part"][0] == 0.25
-        assert math.isnan(file["steps/predicted_t_r_part"][0]) and math.isnan(file["steps/predicted_t_step"][1])
-    with ReportWriter(tmp_path / "plain.h5", {}, (1, 2)) as report:
-        report.add_step(step(0))
-        report.finish({})
-    with h5py.File(tmp_path / "plain.h5") as file:
+def test_predictions_are_added_to_a_report_or_to_a_copy_and_replaced(tmp_path: Path) -> None:
+    path = MadeUpRun(num_steps=3).write(tmp_path / "run.h5")
+    with h5py.File(path) as file:
         assert set(file["steps"]) == set(schema.STEP_UNITS)
+        count = len(file["steps/step"])
+    before = path.read_bytes()
+    write_predictions(path, {"predicted_t_s_part": np.ones(count)}, "one", tmp_path / "copy.h5")
+    assert path.read_bytes() == before
+    write_predictions(tmp_path / "copy.h5", {"predicted_t_s_part": np.full(count, 2.0)}, "two")
+    with h5py.File(tmp_path / "copy.h5") as file:
+        assert file["steps/predicted_t_s_part"][:].tolist() == [2.0] * count
+        assert file.attrs["predicted_by"] == "two"
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["copy.h5", "run.h5"]
 
 
 def test_load_is_of_whole_steps(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ def add_arguments(commands: Any) -> None:
     _add_compare(actions)
     _add_export(actions)
     _add_rebuild(actions)
+    _add_predict(actions)
 
 
 def _add_show(actions: Any) -> None:
@@ -63,6 +64,25 @@ def _add_rebuild(actions: Any) -> None:
     parser.add_argument("output", type=Path, metavar="OUTPUT.jsonl")
     parser.add_argument("-o", "--out", type=Path, required=True, metavar="FILE.h5")
     parser.set_defaults(func=run_rebuild)
+
+
+def _add_predict(actions: Any) -> None:
+    parser = actions.add_parser("predict", help="put what a profile predicts beside what was measured")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--profile", required=True, metavar="FILE|NAME", help="as of fastdecode plan")
+    parser.add_argument("-o", "--out", type=Path, metavar="OUT.h5", help="a copy with it (default: the report itself)")
+    parser.set_defaults(func=run_predict)
+
+
+def run_predict(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    """``fastdecode report predict FILE --profile PROFILE``."""
+    from fastdecode_hpc.planner.profile import load_profile
+    from fastdecode_hpc.report.predict import predict
+    from fastdecode_hpc.report.text import format_report
+
+    predict(args.file, load_profile(args.profile), args.out)
+    print(format_report(args.out or args.file))
+    return 0
 
 
 def run_show(args: argparse.Namespace, argv: Sequence[str]) -> int:

@@ -23,7 +23,6 @@ from fastdecode_hpc.report import spans
 from fastdecode_hpc.report.schema import (
     COMPLETE,
     LOAD_UNITS,
-    PREDICTED_UNITS,
     PROGRAM,
     RANK_UNITS,
     REQUEST_UNITS,
@@ -62,8 +61,6 @@ class ReportWriter:
         Root attributes; what HDF5 can't hold is written as JSON text.
     ranks : sequence of int
         R-workers, one group ``/ranks/<r>`` each.
-    predicts : bool
-        Whether steps come with predictions.
     notes : mapping of str to str
         What a reader of the summary has to know; attributes of ``/summary``.
 
@@ -79,7 +76,6 @@ class ReportWriter:
         attributes: Mapping[str, Any],
         ranks: Sequence[int],
         *,
-        predicts: bool = False,
         load_limit: float | None = None,
         notes: Mapping[str, str] = NOTHING,
     ) -> None:
@@ -88,7 +84,6 @@ class ReportWriter:
         self._partial = partial_report(self.path)
         self._attributes = {"program": PROGRAM, "schema_version": SCHEMA_VERSION, "state": RUNNING, **attributes}
         self._notes = notes
-        self._predicted = PREDICTED_UNITS if predicts else NOTHING
         self._groups = SpanGroups()
         self._load = _Load(tuple(ranks))
         self._num_steps = 0
@@ -106,7 +101,7 @@ class ReportWriter:
         """All that the file will hold but the summary: nothing can be added to a file that others may read."""
         _set_attributes(file.attrs, self._attributes)
         _set_attributes(file.create_group("summary").attrs, self._notes)
-        self._steps = Table(file, "steps", {**STEP_UNITS, **self._predicted})
+        self._steps = Table(file, "steps", STEP_UNITS)
         self._loads = Table(file, "load", LOAD_UNITS)
         self._requests = Table(file, "requests", REQUEST_UNITS)
         self._ranks = {rank: Table(file, f"ranks/{rank}", RANK_UNITS) for rank in ranks}
@@ -123,14 +118,13 @@ class ReportWriter:
         """Where the summary goes if HDF5 can't write."""
         return self.path.with_name(f"{self.path.name}.json")
 
-    def add_step(self, times: StepTimes, predicted: Mapping[str, float] | None = None) -> None:
-        """One step of one slot, and what it was expected to take (`PREDICTED_UNITS`; what is missing is NaN)."""
+    def add_step(self, times: StepTimes) -> None:
+        """One step of one slot."""
         if self._file is None:
             return
         self._num_steps += 1
         with self._or_json():
-            told = {name: getattr(times, name) for name in STEP_UNITS}
-            self._steps.append(told | {name: (predicted or {}).get(name, math.nan) for name in self._predicted})
+            self._steps.append({name: getattr(times, name) for name in STEP_UNITS})
             for rank, rank_times in times.ranks.items():
                 self._ranks[rank].append({name: getattr(rank_times, name) for name in RANK_UNITS})
             if row := self._load.add(times, self.load_limit):
