@@ -1,30 +1,35 @@
-"""Calibrates the ranks it is started with, and measures other points beside, in turn; rank 0 writes all as JSON.
+"""Calibrates the ranks it is started with, and measures other points in turn with that; rank 0 writes all as JSON.
 
-Usage (by model_accuracy.py): mpiexec -n 3 python measured_accuracy.py OUTPUT.json ROUNDS
+Usage (by model_accuracy.py): mpiexec -n 3 python measured_accuracy.py points|layers OUTPUT.json ROUNDS
+
+A shared machine drifts by 10 % within seconds. So every round is a calibration of its own: what is predicted from its
+calibrated points is compared with the points measured between them, and medians over rounds are taken of the ratios.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from fastdecode_hpc.bench.schedule_session import ScheduleSession
 from fastdecode_hpc.calibrate.fit import PromptPoint
 from fastdecode_hpc.calibrate.measure import Calibration, Measured, measure_messages, measure_reading, spread
 from fastdecode_hpc.calibrate.profile_maker import make_profile, predict_step
-from fastdecode_hpc.calibrate.samples import DecodePoint, median_sample
-from fastdecode_hpc.config import ModelConfig, RunConfig
-from fastdecode_hpc.engine import Engine, run_as_rank
+from fastdecode_hpc.calibrate.samples import DecodePoint, DecodeSample
+from fastdecode_hpc.config import RunConfig
+from fastdecode_hpc.engine import run_as_rank
 from fastdecode_hpc.files import write_json
 from fastdecode_hpc.planner.lengths import Lengths
 from fastdecode_hpc.planner.profile import Profile
 from fastdecode_hpc.planner.simulate import Simulation
 
-MAX_SPREAD, MAX_REPEATS = 0.10, 3  # a point whose spread is larger is measured again
+MAX_SPREAD, MAX_REPEATS = 0.10, 2  # if the ratios of a point spread more, all rounds are run again, and count too
 MODEL = str(Path(__file__).with_name("configs") / "wide-attention")  # its head is small beside its layers
 REAL_MODEL, FEW_LAYERS = "smollm2", (4, 8)
 STEPS = 8
@@ -41,68 +46,40 @@ SCHEDULES = {1: ("greedy", "load-stabilizing"), 2: ("greedy",), 3: ("load-stabil
 LIVES_BATCH, NUM_LIVES = 64, 128
 
 
-@dataclasses.dataclass
-class Point:
-    """Something that is measured in each round."""
+class Job:
+    """All runs of one job; a point is a name, how it is measured, and what of a measurement counts."""
 
-    name: str
-    measure: Callable[[], object]
-    value: Callable[[object], float]  # what of a measurement counts
-    samples: list = dataclasses.field(default_factory=list)
-
-    @property
-    def spread(self) -> float:
-        """Quartile range over median."""
-        return spread([self.value(sample) for sample in self.samples])
-
-    @property
-    def median(self) -> float:
-        """Of all rounds."""
-        return statistics.median(self.value(sample) for sample in self.samples)
-
-
-class Session:
-    """All runs of one job."""
-
-    def __init__(self, world, run: RunConfig, rounds: int) -> None:
-        self.world, self.run, self.rounds = world, run, rounds
+    def __init__(self, world: Any, run: RunConfig, rounds: int) -> None:
+        self.run, self.rounds = run, rounds
         self.session = ScheduleSession(world)
         self.engine = self.session.first_engine(run)
         self.num_workers = world.size - 1
         self.reading, self.messages = measure_reading(world, 1), measure_messages(world)
 
-    def measure(self, points: list[Point]) -> None:
-        """All points in turn, one round to warm up; those that spread too much again."""
-        for index in range(self.rounds + 1):
-            for point in points:
-                sample = point.measure()
-                point.samples += [sample] if index else []
-            print(f"model_accuracy: {self.num_workers} R-workers, round {index} of {self.rounds}", file=sys.stderr)
-        for _ in range(MAX_REPEATS):
-            for point in points:
-                if point.spread > MAX_SPREAD:
-                    print(f"model_accuracy: again {point.name}: spread {point.spread:.1%}", file=sys.stderr)
-                    point.samples = [point.measure() for _ in range(self.rounds)]
+    def decode(self, run: RunConfig, point: DecodePoint) -> DecodeSample:
+        """One steady run."""
+        return Calibration(self.session, run, rounds=1, num_steps=STEPS).decode(point)
 
-    def decode_point(self, run: RunConfig, point: DecodePoint, name: str = "") -> Point:
-        """A steady run."""
-        calibration = Calibration(self.session, run, rounds=self.rounds, num_steps=STEPS)
-        return Point(name or f"steady {point}", lambda: calibration.decode(point), lambda sample: sample.step_s)
+    def compute(self, point: PromptPoint) -> float:
+        """Seconds of prompts."""
+        return Calibration(self.session, self.run, rounds=1, num_steps=STEPS).compute(point)
 
-    def prompt_point(self, run: RunConfig, point: PromptPoint) -> Point:
-        """Prompts."""
-        calibration = Calibration(self.session, run, rounds=self.rounds, num_steps=STEPS)
-        return Point(f"prompts {point}", lambda: calibration.compute(point), lambda seconds: seconds)
+    def live(self, schedule: str) -> float:
+        """Seconds of whole ragged lives, prompts computed."""
+        recording = self.session.decode(
+            self.run_of(schedule), [(entry.prompt_len, entry.output_len) for entry in LIVES], given_kv=False
+        )
+        return max(recording.t_finished_s)
 
-    def lives_point(self, schedule: str) -> Point:
-        """Whole ragged lives, prompts computed; seconds."""
-        run = dataclasses.replace(self.run, schedule=schedule, max_batch_size=LIVES_BATCH)
+    def run_of(self, schedule: str) -> RunConfig:
+        """The options of a whole run."""
+        return dataclasses.replace(self.run, schedule=schedule, max_batch_size=LIVES_BATCH)
 
-        def measure() -> float:
-            recording = self.session.decode(run, [(e.prompt_len, e.output_len) for e in LIVES], given_kv=False)
-            return max(recording.t_finished_s)
-
-        return Point(f"whole run, {schedule}", measure, lambda seconds: seconds)
+    def profile(self, run: RunConfig, decode: dict, prompts: dict) -> Profile:
+        """A profile from one round."""
+        measured = Measured(decode=decode, prompts=prompts, links=self.messages, read_bandwidth=self.reading)
+        engine = self.session.first_engine(run)
+        return make_profile("here", run, engine.setup, measured, device=engine.device(), machine={})
 
 
 def ragged_lives() -> list[Lengths]:
@@ -112,65 +89,35 @@ def ragged_lives() -> list[Lengths]:
 
 
 LIVES = ragged_lives()
+Round = dict[str, tuple[float, float]]  # point |-> seconds predicted and measured
 
 
-def profile_of(session: Session, engine: Engine, run: RunConfig, decode: dict, prompts: dict) -> Profile:
-    """A profile from some of the points."""
-    measured = Measured(
-        decode={point: median_sample(entry.samples) for point, entry in decode.items()},
-        prompts={point: entry.median for point, entry in prompts.items()},
-        links=session.messages,
-        read_bandwidth=session.reading,
-    )
-    return make_profile("here", run, engine.setup, measured, device=engine.device(), machine={})
+def points_round(job: Job) -> Round:
+    """One calibration, with the points to predict measured between its own."""
+    checked = CHECKED[job.num_workers]
+    order = [point for pair in itertools.zip_longest(CALIBRATED, checked) for point in pair if point is not None]
+    samples = {point: job.decode(job.run, point) for point in order}
+    prompts = {point: job.compute(point) for point in PROMPTS}
+    lives = {schedule: job.live(schedule) for schedule in SCHEDULES[job.num_workers]}
+    profile = job.profile(job.run, {point: samples[point] for point in CALIBRATED}, prompts)
+    found = {f"steady {point}": (predict(job, profile, job.run, point, samples[point]), samples[point].step_s)
+             for point in checked}  # fmt: skip
+    for schedule, seconds in lives.items():
+        run = Simulation(profile, job.engine.setup.model, job.run_of(schedule), num_workers=job.num_workers)
+        found[f"whole run, {schedule}"] = run.run(LIVES).wall_s, seconds
+    return found
 
 
-def entry_of(session: Session, point: Point, predicted: float) -> dict:
-    """A line of the result."""
-    return {
-        "name": f"{session.num_workers} R-workers, {point.name}",
-        "unit": "s",
-        "measured": point.median,
-        "predicted": predicted,
-        "spread": point.spread,
-    }
-
-
-def check(session: Session) -> list[dict]:
-    """Calibrate, measure other points beside, predict them."""
-    run, model = session.run, session.engine.setup.model
-    decode = {point: session.decode_point(run, point) for point in CALIBRATED}
-    prompts = {point: session.prompt_point(run, point) for point in PROMPTS}
-    checked = {point: session.decode_point(run, point) for point in CHECKED[session.num_workers]}
-    lives = {schedule: session.lives_point(schedule) for schedule in SCHEDULES[session.num_workers]}
-    layers = layer_points(session) if session.num_workers == 1 else {}
-    extra = [entry for entries in layers.values() for entry in entries.values()]
-    session.measure([*decode.values(), *prompts.values(), *checked.values(), *lives.values(), *extra])
-    profile = profile_of(session, session.engine, run, decode, prompts)
-    found = [entry_of(session, entry, predict(profile, model, run, point, entry)) for point, entry in checked.items()]
-    for schedule, entry in lives.items():
-        config = dataclasses.replace(run, schedule=schedule, max_batch_size=LIVES_BATCH)
-        simulated = Simulation(profile, model, config, num_workers=session.num_workers).run(LIVES)
-        found.append(entry_of(session, entry, simulated.wall_s))
-    return found + (extrapolate(session, layers, prompts) if layers else [])
-
-
-def predict(profile: Profile, model: ModelConfig, run: RunConfig, point: DecodePoint, entry: Point) -> float:
-    """Seconds of a step."""
-    context = median_sample(entry.samples).context
-    return predict_step(profile, model, run, point.kv_dtype, point.batch, context)
-
-
-def layer_points(session: Session) -> dict[int, dict[DecodePoint, Point]]:
-    """A real model with a few and with all layers (None)."""
-    points = [DecodePoint("fp16", batch, context) for batch in (16, 32) for context in (128, 384)]
-    found = {}
-    for num_layers in (*FEW_LAYERS, None):
-        run, chosen = real_run(session.run, num_layers), points if num_layers else [DecodePoint("fp16", 24, 256)]
-        found[num_layers] = {
-            point: session.decode_point(run, point, f"{num_layers or 'all'} layers of {REAL_MODEL}, {point}")
-            for point in chosen
-        }
+def layers_round(job: Job) -> Round:
+    """A real model calibrated with its first layers, and all of it measured."""
+    point, whole = DecodePoint("fp16", 24, 256), real_run(job.run, None)
+    measured, prompts, found = job.decode(whole, point), {point: job.compute(point) for point in PROMPTS[:2]}, {}
+    for num_layers in FEW_LAYERS:
+        run = real_run(job.run, num_layers)
+        points = [DecodePoint("fp16", batch, context) for batch in (16, 32) for context in (128, 384)]
+        profile = job.profile(run, {point: job.decode(run, point) for point in points}, prompts)
+        predicted = predict(job, profile, whole, point, measured)
+        found[f"all layers of {REAL_MODEL} from {num_layers}, {point}"] = predicted, measured.step_s
     return found
 
 
@@ -179,34 +126,48 @@ def real_run(run: RunConfig, num_layers: int | None) -> RunConfig:
     return dataclasses.replace(run, model=REAL_MODEL, load_format="auto", num_layers=num_layers, max_batch_size=32)
 
 
-def extrapolate(session: Session, layers: dict, prompts: dict) -> list[dict]:
-    """All layers, predicted from a few."""
-    point, entry = next(iter(layers[None].items()))
-    whole = session.session.first_engine(real_run(session.run, None)).setup.model
-    found = []
-    for num_layers in FEW_LAYERS:
-        run = real_run(session.run, num_layers)
-        engine = session.session.first_engine(run)
-        profile = profile_of(session, engine, run, layers[num_layers], prompts)
-        line = entry_of(session, entry, predict(profile, whole, run, point, entry))
-        found.append({**line, "name": f"{line['name']}, from {num_layers} layers"})
-    return found
+def predict(job: Job, profile: Profile, run: RunConfig, point: DecodePoint, sample: DecodeSample) -> float:
+    """Seconds of a step."""
+    model = job.session.first_engine(dataclasses.replace(run, kv_dtype=point.kv_dtype)).setup.model
+    return predict_step(profile, model, run, point.kv_dtype, point.batch, sample.context)
+
+
+def measure(job: Job, one_round: Callable[[Job], Round]) -> list[dict[str, Any]]:
+    """Rounds after one to warm up, and more where ratios spread too much."""
+    one_round(job)
+    rounds: list[Round] = []
+    for _ in range(1 + MAX_REPEATS):
+        for _ in range(job.rounds):
+            rounds.append(one_round(job))
+            print(f"model_accuracy: {job.num_workers} R-workers, round {len(rounds)}", file=sys.stderr, flush=True)
+        points = [entry(f"{job.num_workers} R-workers, {name}", [one[name] for one in rounds]) for name in rounds[0]]
+        if all(point["spread"] <= MAX_SPREAD for point in points):
+            break
+    return points
+
+
+def entry(name: str, pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """Median of the measured seconds, and of predicted over measured."""
+    measured = statistics.median(seconds for _, seconds in pairs)
+    ratios = [predicted / seconds for predicted, seconds in pairs]
+    return {"name": name, "unit": "s", "measured": measured, "predicted": measured * statistics.median(ratios),
+            "spread": spread(ratios)}  # fmt: skip
 
 
 def main() -> int:
     """Be one rank."""
-    output, rounds = Path(sys.argv[1]), int(sys.argv[2])
+    kind, output, rounds = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
     run = RunConfig(
         model=MODEL, load_format="dummy", threads=1, max_batch_size=128, device="cpu", r_worker_weights="equal"
     )
 
-    def work(world) -> int:
-        session = Session(world, run, rounds)
+    def work(world: Any) -> int:
+        job = Job(world, run, rounds)
         if not world.is_s_rank:
-            session.session.follow()
+            job.session.follow()
             return 0
-        found = check(session)
-        session.session.end()
+        found = measure(job, {"points": points_round, "layers": layers_round}[kind])
+        job.session.end()
         write_json(output, found)
         return 0
 

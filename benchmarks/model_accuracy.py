@@ -8,8 +8,9 @@ python benchmarks/model_accuracy.py --measured [--rounds 5] [--json FILE]
 figures 9, 11, 12 and 13 (printed labels, else from the vector drawings, +-1 %).
 
 --measured: on this machine, with 1, 2 and 3 R-workers, a few steady runs are measured to fit a profile, and others in
-turn with them (other batch, context, type of the cache, whole ragged runs under both schedules, all layers of the model
-from a few), which are predicted. Rank 0 has the first core, R-workers share the second.
+turn with them (other batch, context, type of the cache, whole ragged runs under both schedules, all layers of a model
+from a few), which are predicted. Rank 0 has the first core, R-workers share the second. The spread is that of predicted
+over measured, round by round.
 """
 
 from __future__ import annotations
@@ -134,14 +135,14 @@ def measured_points(rounds: int) -> list[Point]:
     """All points of this machine, from one job for each number of R-workers."""
     from fastdecode_hpc.mpiexec import find_library, find_mpiexec
 
-    found = []
-    program = Path(__file__).with_name("measured_accuracy.py")
-    for workers in (1, 2, 3):
+    program, found = Path(__file__).with_name("measured_accuracy.py"), []
+    mpiexec = str(find_mpiexec(find_library()))
+    for kind, workers in (("points", 1), ("points", 2), ("points", 3), ("layers", 1)):
         cores = ",".join(["0"] + ["1"] * workers)
         with tempfile.TemporaryDirectory() as folder:
             output = Path(folder) / "points.json"
-            command = [str(find_mpiexec(find_library())), "-n", str(workers + 1), "-bind-to", f"user:{cores}"]
-            subprocess.run([*command, sys.executable, str(program), str(output), str(rounds)], check=True)
+            command = [mpiexec, "-n", str(workers + 1), "-bind-to", f"user:{cores}", sys.executable, str(program)]
+            subprocess.run([*command, kind, str(output), str(rounds)], check=True)
             found += json.loads(output.read_text())
     return [Point(**point) for point in found]
 
