@@ -110,6 +110,23 @@ def parse_weights(text: str) -> tuple[float, ...]:
     return weights
 
 
+def split_kv_dtypes(text: str) -> list[str]:
+    """A list of cache types: ``fp16,int8,k=int8,v=int4`` has three.
+
+    Raises
+    ------
+    ConfigError
+        If one of them is none.
+    """
+    found: list[str] = []
+    for part in text.split(","):
+        pairs = found and "=" in part and found[-1].count("=") == 1 and "," not in found[-1]
+        found[-1:] = [f"{found[-1]},{part}"] if pairs else [*found[-1:], part]
+    for kv_dtype in found:
+        parse_kv_dtype(kv_dtype)
+    return found
+
+
 def kv_token_bytes(dtype: str, head_dim: int) -> int:
     """Bytes of one token's K (or V) of one KV head in the cache, scales included."""
     if dtype == "int8":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fastdecode_hpc.config import ConfigError, RunConfig, parse_kv_dtype
+from fastdecode_hpc.config import ConfigError, RunConfig, parse_kv_dtype, split_kv_dtypes
 
 GOOD = {
     "fp32": ("fp32", "fp32"),
@@ -55,3 +55,22 @@ def test_other_texts_are_refused_with_the_way_out(text: str) -> None:
 def test_the_wire_has_floats_of_one_type(dtype: str) -> None:
     with pytest.raises(ConfigError, match="wire_dtype is"):
         RunConfig(wire_dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("text", "types"),
+    [
+        ("fp16", ["fp16"]),
+        ("fp16,int8", ["fp16", "int8"]),
+        ("k=int8,v=int4", ["k=int8,v=int4"]),
+        ("fp16,k=int8,v=int4,int4,v=fp16,k=fp32", ["fp16", "k=int8,v=int4", "int4", "v=fp16,k=fp32"]),
+    ],
+)
+def test_lists_of_cache_types_keep_pairs_together(text: str, types: list[str]) -> None:
+    assert split_kv_dtypes(text) == types
+
+
+@pytest.mark.parametrize("text", ["", "fp16,", "k=int8", "k=int8,int4", "fp17"])
+def test_lists_of_cache_types_are_checked(text: str) -> None:
+    with pytest.raises(ConfigError, match="kv_dtype"):
+        split_kv_dtypes(text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastdecode_hpc.bench import fidelity, kernel, schedule
+from fastdecode_hpc.bench import fidelity, kernel, schedule, throughput
 
 
 def add_arguments(commands: Any) -> None:
@@ -14,3 +14,4 @@ def add_arguments(commands: Any) -> None:
     kernel.add_arguments(benches)
     fidelity.add_arguments(benches)
     schedule.add_arguments(benches)
+    throughput.add_arguments(benches)

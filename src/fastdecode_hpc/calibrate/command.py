@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastdecode_hpc.config import ConfigError, RunConfig, check_at_least, parse_kv_dtype
+from fastdecode_hpc.config import ConfigError, RunConfig, check_at_least, split_kv_dtypes
 from fastdecode_hpc.files import check_writable
 from fastdecode_hpc.launch import announce, detect, launch
 from fastdecode_hpc.options import add_run_options, run_config
@@ -66,7 +66,10 @@ def _numbers(text: str) -> list[int]:
 
 
 def _kv_dtypes(text: str) -> list[str]:
-    return text.split(",") if "=" not in text else text.split(";")
+    try:
+        return split_kv_dtypes(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _prompts(text: str) -> list[tuple[int, int]]:
@@ -83,8 +86,6 @@ def run_calibrate(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """``fastdecode calibrate``: start the ranks, or be one of them."""
     check_at_least("--rounds", args.rounds, MIN_ROUNDS)
     check_at_least("--steps", args.steps, 4)
-    for kv_dtype in args.kv_dtypes:
-        parse_kv_dtype(kv_dtype)
     check_writable(args.output)
     run = run_config(args, max_batch_size=args.batch_sizes[-1])
     if args.batch_sizes[0] < run.num_slots:

@@ -1,0 +1,115 @@
+"""The HDF5 file of a sweep: one row a measurement, complete after each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+
+from fastdecode_hpc.config import ConfigError
+from fastdecode_hpc.files import check_writable, partial_name, put_in_place
+from fastdecode_hpc.report.schema import PROGRAM
+
+KIND, SWEEP_VERSION = "sweep", 1
+Row = dict[str, Any]  # text, whole numbers or floats; the same columns in all rows
+
+
+class SweepFile:
+    """Rows of a sweep, kept in memory and in a file that is replaced whole at each new one.
+
+    Parameters
+    ----------
+    path : Path
+        May exist, from the same sweep.
+    units : mapping of str to str
+        Of all columns; ``text`` for those.
+    keys : sequence of str
+        Columns that tell one measurement from the others.
+    attributes : mapping
+        Of the root, of a new file.
+
+    Raises
+    ------
+    ConfigError
+        If the file is none of a sweep with these columns.
+    """
+
+    def __init__(
+        self, path: Path, units: Mapping[str, str], keys: Sequence[str], attributes: Mapping[str, Any]
+    ) -> None:
+        check_writable(path)
+        self.path, self.units, self.keys = path, dict(units), tuple(keys)
+        self._attributes = dict(attributes)
+        self.rows: list[Row] = read_sweep(path, self.units) if path.exists() else []
+        self._known = {self._key(row) for row in self.rows}
+
+    def __contains__(self, row: Mapping[str, Any]) -> bool:
+        return self._key(row) in self._known
+
+    def add(self, row: Row) -> None:
+        """Keep a row; the file has it when this returns."""
+        assert set(row) == set(self.units), f"columns {sorted(set(row) ^ set(self.units))}"
+        self.rows.append(row)
+        self._known.add(self._key(row))
+        self._write()
+
+    def _key(self, row: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple(row[name] for name in self.keys)
+
+    def _write(self) -> None:
+        partial = partial_name(self.path)
+        try:
+            with h5py.File(partial, "w") as file:
+                file.attrs.update({"program": PROGRAM, "kind": KIND, "sweep_version": SWEEP_VERSION})
+                file.attrs.update(self._attributes)
+                for name, unit in self.units.items():
+                    _write_column(file, name, unit, [row[name] for row in self.rows])
+            put_in_place(partial, self.path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def read_sweep(path: Path, units: Mapping[str, str] | None = None) -> list[Row]:
+    """Rows of a sweep's file.
+
+    Parameters
+    ----------
+    units : mapping of str to str, optional
+        The columns that it must have; by default those it has.
+
+    Raises
+    ------
+    ConfigError
+        If it is no such file.
+    """
+    try:
+        with h5py.File(path, "r") as file:
+            if file.attrs.get("kind") != KIND or file.attrs.get("program") != PROGRAM:
+                raise ConfigError(f"{path} is no sweep of this program; name another file")
+            columns = {name: _read_column(data) for name, data in file["samples"].items()}
+    except (OSError, RuntimeError, KeyError) as error:
+        raise ConfigError(f"the sweep {path} cannot be read: {str(error).partition(chr(10))[0]}") from None
+    if units is not None and set(columns) != set(units):
+        names = ", ".join(sorted(set(columns) ^ set(units)))
+        raise ConfigError(f"the sweep {path} has other columns ({names}); it is of another version: name another file")
+    return _rows(columns)
+
+
+def _rows(columns: Mapping[str, Iterable[Any]]) -> list[Row]:
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def _write_column(file: h5py.File, name: str, unit: str, values: list[Any]) -> None:
+    dtype = h5py.string_dtype() if unit == "text" else np.array(values).dtype
+    data = file.create_dataset(f"samples/{name}", data=values, dtype=dtype, compression="gzip", chunks=True)
+    data.attrs["units"] = "1" if unit == "text" else unit
+
+
+def _read_column(data: h5py.Dataset) -> list[Any]:
+    if h5py.check_string_dtype(data.dtype) is not None:
+        return [str(value) for value in data.asstr()[:]]
+    values: list[Any] = data[:].tolist()
+    return values

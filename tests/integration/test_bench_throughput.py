@@ -1,0 +1,108 @@
+"""``bench throughput``: every combination once a round, in one file that an interrupted sweep goes on with."""
+
+from pathlib import Path
+
+import h5py
+import pytest
+
+from fastdecode_hpc.bench.throughput import KEYS, UNITS, full_stretch
+from fastdecode_hpc.config import ConfigError
+from fastdecode_hpc.report.sweep import SweepFile, read_sweep
+from fastdecode_hpc.timing import StepTimes
+from launching import fastdecode
+from tiny_models import make_checkpoint
+
+SWEEP = ["--batch-sizes", "4,8", "--contexts", "32", "--new-tokens", "16", "--kv-dtypes", "fp16,int8", "--threads", "1",
+         "--schedules", "greedy,load-stabilizing", "--kv-memory-bytes", "4M"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "llama")
+
+
+def sweep(checkpoint, out, *more):
+    return fastdecode("bench", "throughput", "--model", checkpoint, "--output", out, *SWEEP, *more)
+
+
+def test_a_sweep_is_kept_and_gone_on_with(checkpoint, tmp_path):
+    out = tmp_path / "sweep.h5"
+    done = sweep(checkpoint, out, "--ranks", "1,2", "--rounds", "1")
+    assert done.returncode == 0, done.stderr
+    first = read_sweep(out)
+    assert len(first) == 2 * 2 * 2 * 2
+    assert len({tuple(row[name] for name in KEYS) for row in first}) == len(first)
+    assert all(row["decode_tokens_per_s"] > 0 and row["end_to_end_tokens_per_s"] > 0 for row in first)
+    assert {row["ranks"] for row in first} == {1, 2}
+    more = sweep(checkpoint, out, "--ranks", "2", "--rounds", "2", "--prompts", "given")
+    assert more.returncode == 0, more.stderr
+    assert read_sweep(out)[: len(first)] == first  # nothing is measured twice
+    assert len(read_sweep(out)) == len(first) + 8
+    assert more.stdout.count("load-stabilizing") == 8
+    with h5py.File(out) as file:
+        assert {data.attrs["units"] for data in file["samples"].values()} >= {"s", "tokens", "tokens/s", "1"}
+        assert file.attrs["kind"] == "sweep"
+
+
+def test_prompts_may_be_computed(checkpoint, tmp_path):
+    out = tmp_path / "sweep.h5"
+    options = ["--batch-sizes", "4", "--schedules", "greedy", "--kv-dtypes", "fp16", "--rounds", "1"]
+    assert sweep(checkpoint, out, *options, "--prompts", "computed").returncode == 0
+    (row,) = read_sweep(out)
+    assert row["t_prefill"] > 0
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--batch-sizes", "x"], "--batch-sizes is 'x'"),
+        (["--contexts", "4"], "--contexts has 4"),
+        (["--new-tokens", "4"], "at least 8"),
+        (["--schedules", "fast"], "--schedules is 'fast'"),
+        (["--kv-dtypes", "fp1"], "kv_dtype is 'fp1'"),
+        (["--ranks", "0"], "--ranks is 0"),
+    ],
+)
+def test_mistakes_are_said_before_anything_runs(checkpoint, tmp_path, args, said):
+    done = sweep(checkpoint, tmp_path / "sweep.h5", *args)
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+def row_of(**values):
+    texts = {name: "x" if unit == "text" else 1 for name, unit in UNITS.items()}
+    return {**texts, **values}
+
+
+def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path):
+    path = tmp_path / "other.h5"
+    path.write_text("hello")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        SweepFile(path, UNITS, KEYS, {})
+    assert path.read_text() == "hello"
+    with h5py.File(path, "w") as file:
+        file.attrs["kind"] = "report"
+    with pytest.raises(ConfigError, match="no sweep"):
+        SweepFile(path, UNITS, KEYS, {})
+    fewer = {name: unit for name, unit in UNITS.items() if name != "step_s"}
+    SweepFile(tmp_path / "old.h5", fewer, KEYS, {}).add({n: v for n, v in row_of().items() if n != "step_s"})
+    with pytest.raises(ConfigError, match="step_s"):
+        SweepFile(tmp_path / "old.h5", UNITS, KEYS, {})
+
+
+def test_rows_read_back_as_they_were(tmp_path):
+    rows = [row_of(round=i, kv_dtype="k=int8,v=int4", step_s=0.25 * i) for i in range(3)]
+    file = SweepFile(tmp_path / "s.h5", UNITS, KEYS, {"model": "m"})
+    for row in rows:
+        assert row not in file
+        file.add(row)
+        assert row in file
+    assert read_sweep(tmp_path / "s.h5", UNITS) == rows
+    assert [path.name for path in tmp_path.iterdir()] == ["s.h5"]
+
+
+def test_the_full_stretch_leaves_beginning_and_end_out():
+    counts = [1, 4, 9, 20, 20, 19, 20, 12, 3]
+    steps = [StepTimes(step, slot, 0.0, count // 2 + (count % 2) * slot, 0, 0)
+             for step, count in enumerate(counts) for slot in range(2)]  # fmt: skip
+    assert full_stretch(steps) == (3, 6)
