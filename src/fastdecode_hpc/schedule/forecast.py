@@ -52,10 +52,9 @@ class LoadForecast:
         """Load expected in `step`, in tokens averaged over layers."""
         return float(self._from(step, 1)[0]) / self.layout.num_layers
 
-    def expected(self, seq: Sequence, step: int) -> float:
-        """Tokens read, averaged over layers, in the steps that `seq` would run from `step` on, its own left out."""
-        length = len(self.loads_of(seq))
-        return float(self._from(step, length)[:length].sum()) / self.layout.num_layers
+    def expected(self, step: int, num_steps: int) -> int:
+        """Token-layers read in `num_steps` steps from `step` on."""
+        return int(self._from(step, num_steps)[:num_steps].sum())
 
     def num_fitting(self, seqs: Ordered[Sequence], step: int, limit: float) -> int:
         """How many of `seqs`, from the first on, can all start in `step` with no step's load above `limit`."""

@@ -66,7 +66,10 @@ class Placement:
         room = [rank for rank in self.owners if _covers(self._free[rank], need)]
         if not room:
             return None
-        owner = min(room, key=lambda rank: (self._load_after(rank, seq, step), rank))
+        own = self._forecasts[room[0]].loads_of(seq)
+        mine, num_steps = int(own.sum()), len(own)
+        after = {rank: self._forecasts[rank].expected(step, num_steps) + mine for rank in room}
+        owner = min(room, key=lambda rank: (after[rank] / self.weight(rank), rank))
         self._take(owner, need)
         self._forecasts[owner].add(seq, step)
         seq.owner = owner
@@ -84,10 +87,6 @@ class Placement:
     def weight(self, rank: int) -> float:
         """Share of the load that an R-worker should carry, the mean being about 1."""
         return self.weights.get(rank, 1.0)
-
-    def _load_after(self, rank: int, seq: Sequence, step: int) -> float:
-        own = float(self._forecasts[rank].loads_of(seq).sum()) / self.layout.num_layers
-        return (self._forecasts[rank].expected(seq, step) + own) / self.weight(rank)
 
     def _take(self, rank: int, need: Iterable[int]) -> None:
         self._free[rank] = [free - blocks for free, blocks in zip(self._free[rank], need, strict=True)]
