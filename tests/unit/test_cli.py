@@ -33,6 +33,28 @@ def test_every_flag_is_in_the_readme_and_every_option_is_a_flag() -> None:
         assert f"--{field.name.replace('_', '-')}" in options
 
 
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        (("calibrate",), "planning.md"),
+        (("plan",), "planning.md"),
+        (("simulate",), "planning.md"),
+        (("bench", "throughput"), "benchmarks.md"),
+    ],
+)
+def test_every_flag_beside_those_of_a_run_is_in_its_page(words: tuple[str, ...], page: str) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    parser = build_parser()
+    for word in words:
+        commands = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+        parser = commands.choices[word]
+    of_a_run = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(RunConfig)}
+    for action in parser._actions:
+        for option in action.option_strings:
+            if option.startswith("--") and option not in {"--help", "--model", *of_a_run} and "--no-" not in option:
+                assert option in text, f"docs/{page} does not name {option}"
+
+
 def test_defaults_of_flags_are_those_of_the_configuration() -> None:
     args = build_parser().parse_args(["generate", "--input", "a", "--output", "b"])
     for field in dataclasses.fields(RunConfig):
