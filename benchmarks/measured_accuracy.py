@@ -33,14 +33,16 @@ MAX_SPREAD, MAX_REPEATS = 0.10, 2  # if the ratios of a point spread more, all r
 MODEL = str(Path(__file__).with_name("configs") / "wide-attention")  # its head is small beside its layers
 REAL_MODEL, FEW_LAYERS = "smollm2", (4, 8)
 STEPS = 8
-TYPES = ("fp16", "int8")
 PROMPTS = [PromptPoint(1, 64), PromptPoint(1, 256), PromptPoint(2, 256), PromptPoint(1, 768), PromptPoint(8, 16)]
-CALIBRATED = [DecodePoint(t, batch, context) for t in TYPES for batch in (32, 128) for context in (64, 256)]
+CALIBRATED = [
+    *(DecodePoint("fp16", *shape) for shape in ((32, 64), (32, 256), (64, 128), (128, 64), (128, 256))),
+    *(DecodePoint("int8", *shape) for shape in ((32, 64), (64, 256), (128, 128))),
+]
 # By number of R-workers: what is predicted.
 CHECKED = {
-    1: [DecodePoint("fp16", 64, 150), DecodePoint("int8", 96, 110), DecodePoint("fp16", 112, 320)],
-    2: [DecodePoint("fp16", 64, 120), DecodePoint("int8", 80, 200)],
-    3: [DecodePoint("fp16", 96, 160), DecodePoint("int8", 48, 220)],
+    1: [DecodePoint("fp16", 48, 150), DecodePoint("int8", 96, 110), DecodePoint("fp16", 112, 320)],
+    2: [DecodePoint("fp16", 80, 120), DecodePoint("int8", 48, 200)],
+    3: [DecodePoint("fp16", 96, 160), DecodePoint("int8", 40, 220)],
 }
 SCHEDULES = {1: ("greedy", "load-stabilizing"), 2: ("greedy",), 3: ("load-stabilizing",)}
 LIVES_BATCH, NUM_LIVES = 64, 128
