@@ -82,6 +82,13 @@ class TypedValues(Mapping[str, Any]):
             raise self._refuse(name, value, "a list of objects")
         return [TypedValues(self.path, item, f"{self._what}{name}[{place}].") for place, item in enumerate(value)]
 
+    def texts(self, name: str) -> tuple[str, ...]:
+        """A list of strings; none where it is absent."""
+        value = self._get(name, [])
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self._refuse(name, value, "a list of strings")
+        return tuple(value)
+
     def numbers(self, name: str) -> tuple[float, ...]:
         """A list of finite numbers."""
         value = self._get(name, None)

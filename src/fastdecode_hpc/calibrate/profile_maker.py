@@ -52,7 +52,7 @@ def make_profile(
                 stage=fit_worker_curve(samples, worker, "stage_s"),
                 latency_s=latency,
                 link_bytes_per_s=rate,
-                memory_bytes=rank.kv_bytes / KV_SHARE,
+                memory_bytes=0.0 if run.kv_memory_bytes else rank.kv_bytes / KV_SHARE,
                 read_bandwidth=measured.read_bandwidth.get(owner, 0.0),
                 threads=rank.threads,
                 core_group=OWN_CORES if measured.links else WITH_RANK_0,
@@ -75,7 +75,7 @@ def make_profile(
             chunk_pair_s=pair_s,
         ),
         r_parts=tuple(parts),
-        network=NetworkProfile(s_bytes_per_s=min(part.link_bytes_per_s for part in parts)),
+        network=NetworkProfile(s_bytes_per_s=max(part.link_bytes_per_s for part in parts)),
         machine=machine,
     )
     return _with_residuals(profile, run, measured)

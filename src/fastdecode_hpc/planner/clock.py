@@ -34,23 +34,11 @@ class _Pipe:
 
 @dataclass(slots=True)
 class Visit:
-    """What happened between one posting of q, k, v and the output's return.
-
-    Attributes
-    ----------
-    posted : float
-        By the S-worker.
-    arrived, begun, ended : float arrays
-        ``[num_workers]``: at each R-worker q, k, v; its attention.
-    back : float
-        When all output was at the S-worker.
-    """
+    """When the S-worker posted q, k, v, and each R-worker, ``[num_workers]``, got them and ended its attention."""
 
     posted: float
     arrived: Floats
-    begun: Floats
     ended: Floats
-    back: float
 
 
 class PipelineClock:
@@ -83,15 +71,19 @@ class PipelineClock:
         self._back = [0.0] * num_slots
         self._latency = np.array([part.latency_s for part in parts])
         self._link_s = 1.0 / np.array([part.link_bytes_per_s for part in parts])  # seconds a byte
+        self._link_free = np.zeros(num_workers)
         self._out, self._in = (_Pipe(profile.network.s_bytes_per_s) for _ in range(2))
         self._switch = _Pipe(profile.network.switch_bytes_per_s)
+        self._shared_s = max(self._out.seconds_a_byte, self._switch.seconds_a_byte)  # a byte
         self._turns = _core_groups(parts)
         self._jitter, self._random = jitter, np.random.default_rng(seed)
         self._ones = np.ones(num_workers)
+        self._returning: list[tuple[float, float, float, int]] = []  # sent at, bytes, at least there at, slot
         self._held: dict[int, Floats] = {}  # slot |-> output that waits at the R-workers, where messages block
 
     def wait(self, slot: int) -> None:
         """The S-worker goes on when the slot's output is there."""
+        self._pass_returned(-np.inf, slot)
         if slot in self._held:
             self._exchange(self._block(self._held.pop(slot)))
             self._back[slot] = self.s_free
@@ -104,7 +96,16 @@ class PipelineClock:
 
     def store(self, worker: int, num_bytes: float, seconds: float) -> None:
         """K and V of prompts leave now for an R-worker, which puts them away in `seconds`."""
-        arrived = self._out.send(self.s_free, num_bytes) + float(self._latency[worker])
+        own = float(self._latency[worker]) + num_bytes * float(self._link_s[worker])
+        if self.is_blocking:
+            self._exchange(max(own, num_bytes * self._shared_s))
+            self.r_free[worker] += seconds
+            return
+        self._pass_returned(self.s_free)
+        shared = max(pipe.send(self.s_free, num_bytes) for pipe in (self._out, self._switch))
+        start = max(self.s_free, float(self._link_free[worker]))
+        self._link_free[worker] = start + num_bytes * float(self._link_s[worker])
+        arrived = max(start + own, shared + float(self._latency[worker]))
         self.r_free[worker] = max(float(self.r_free[worker]), arrived) + seconds
 
     def post(self, slot: int, qkv_bytes: Floats, r_part: Floats, out_bytes: Floats) -> Visit:
@@ -118,14 +119,11 @@ class PipelineClock:
         posted = self.s_free
         arrived = self._arrivals(qkv_bytes)
         active = qkv_bytes > 0
-        begun, ended = self._attend(arrived, r_part, active)
-        self._back[slot] = back = self._returns(ended, out_bytes, active)
-        if self.is_blocking:
-            self._held[slot] = out_bytes
-        return Visit(posted, arrived, begun, ended, back)
+        ended = self._attend(arrived, r_part, active)
+        self._back[slot] = self._returns(slot, ended, out_bytes, active)
+        return Visit(posted, arrived, ended)
 
     def _arrivals(self, qkv_bytes: Floats) -> Floats:
-        total = float(qkv_bytes.sum())
         if self.is_blocking:
             for slot, out_bytes in self._held.items():  # what has been attended is fetched at the same time
                 self._exchange(self._block(out_bytes))
@@ -133,17 +131,21 @@ class PipelineClock:
             self._held.clear()
             self._exchange(self._block(qkv_bytes))
             return np.full(self.num_workers, self.s_free)
-        shared = max(self._out.send(self.s_free, total), self._switch.send(self.s_free, total))
+        total = float(qkv_bytes.sum())
+        self._pass_returned(self.s_free)
+        shared = max(pipe.send(self.s_free, total) for pipe in (self._out, self._switch))
+        start = np.maximum(self._link_free, self.s_free)
         own = (self._latency + qkv_bytes * self._link_s) * self._factors()
-        return np.maximum(self.s_free + own, shared + self._latency)
+        self._link_free = start + qkv_bytes * self._link_s
+        return np.maximum(start + own, shared + self._latency)
 
-    def _attend(self, arrived: Floats, r_part: Floats, active: npt.NDArray[np.bool_]) -> tuple[Floats, Floats]:
+    def _attend(self, arrived: Floats, r_part: Floats, active: npt.NDArray[np.bool_]) -> Floats:
         begun = np.maximum(arrived, self.r_free)
         for group, workers in self._turns.items():
             self._take_turns(group == WITH_RANK_0, workers, begun, r_part, active)
         ended = begun + r_part
         self.r_free = np.where(active, np.maximum(self.r_free, ended), self.r_free)
-        return begun, ended
+        return ended
 
     def _take_turns(
         self, with_s: bool, workers: list[int], begun: Floats, r_part: Floats, active: npt.NDArray[np.bool_]
@@ -156,19 +158,30 @@ class PipelineClock:
         if with_s:
             self.s_free = max(self.s_free, free)
 
-    def _returns(self, ended: Floats, out_bytes: Floats, active: npt.NDArray[np.bool_]) -> float:
+    def _returns(self, slot: int, ended: Floats, out_bytes: Floats, active: npt.NDArray[np.bool_]) -> float:
+        """When all output is at the S-worker; 0 where that is not known before it is waited for."""
         if not active.any():
             return self.s_free
         if self.is_blocking:
-            return float(ended[active].max())  # the message itself passes when the S-worker takes it
-        if self.num_workers == 1:
-            shared = max(pipe.send(float(ended[0]), float(out_bytes[0])) for pipe in (self._in, self._switch))
-            own = float(ended[0]) + float((self._latency + out_bytes * self._link_s)[0]) * float(self._factors()[0])
-            return max(own, shared + float(self._latency[0]))
+            self._held[slot] = out_bytes
+            return 0.0
+        own = ended + (self._latency + out_bytes * self._link_s) * self._factors()
         order = np.argsort(np.where(active, ended, -np.inf))[-int(active.sum()) :]
-        passed = max(pipe.send_each(ended[order], out_bytes[order]) for pipe in (self._in, self._switch))
-        owns = ended + (self._latency + out_bytes * self._link_s) * self._factors()
-        return max(float(owns[order].max()), passed + float(self._latency[order[-1]]))
+        if self._switch.seconds_a_byte:  # later messages of the S-worker may pass before some of these
+            self._returning.extend((float(ended[w]), float(out_bytes[w]), float(own[w]), slot) for w in order)
+            return 0.0
+        shared = self._in.send_each(ended[order], out_bytes[order]) + float(self._latency[order[-1]])
+        return max(float(own[order].max()), shared)
+
+    def _pass_returned(self, until: float, slot: int | None = None) -> None:
+        """Let output pass the switch that is sent before `until`, or that all of `slot` has to wait for."""
+        self._returning.sort()
+        while self._returning and (
+            self._returning[0][0] <= until or any(message[-1] == slot for message in self._returning)
+        ):
+            ended, num_bytes, own, of_slot = self._returning.pop(0)
+            shared = max(pipe.send(ended, num_bytes) for pipe in (self._in, self._switch))
+            self._back[of_slot] = max(self._back[of_slot], own, shared)
 
     def _exchange(self, seconds: float) -> None:
         """Both ends wait for each other and are busy with messages."""
@@ -179,9 +192,8 @@ class PipelineClock:
 
     def _block(self, num_bytes: Floats) -> float:
         """What messages take that keep both ends busy."""
-        pipe = max(self._out.seconds_a_byte, self._switch.seconds_a_byte)
         own = (self._latency + num_bytes * self._link_s) * self._factors()
-        return max(float(own.max()), float(num_bytes.sum()) * pipe)
+        return max(float(own.max()), float(num_bytes.sum()) * self._shared_s)
 
     def _factors(self) -> Floats:
         if not self._jitter:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,7 @@ def _add_common(parser: Any) -> None:
         help="what the machine does in how long: a file of fastdecode calibrate, or a published one: a10-epyc7452, "
         "h100-epyc7452",
     )  # fmt: skip
-    parser.add_argument("--prompt-len", type=int, default=1, metavar="N", help="tokens of a prompt (default: 1)")
+    parser.add_argument("--prompt-len", type=int, metavar="N", help="tokens of a prompt (default: 1)")
     parser.add_argument("--length", type=int, metavar="N", help="tokens of a whole sequence, its prompt counted")
     parser.add_argument(
         "--lengths", type=Path, metavar="FILE",
@@ -112,6 +113,8 @@ def run_plan(args: argparse.Namespace, argv: Sequence[str]) -> int:
     from fastdecode_hpc.planner.text import format_plan, plan_as_dict
 
     check_at_least("--max-r-workers", args.max_r_workers, 1, 1024)
+    if args.r_memory is not None:
+        check_positive("--r-memory", args.r_memory)
     if args.json is not None:
         check_writable(args.json)
     profile, model = load_profile(args.profile), find_shape(args.model)
@@ -181,6 +184,9 @@ def simulation_figures(simulation: Simulation, result: SimulatedRun) -> dict[str
     starts = np.array([step.t_start for step in result.steps if step.slot == 0])
     step_s = np.diff(starts) if len(starts) > 1 else np.zeros(1)
     s_part, r_part = (sum(getattr(step, name) for step in result.steps) for name in ("t_s_part", "t_r_part"))
+    loads: Counter[int] = Counter()
+    for step in result.steps:
+        loads[step.step] += step.load_tokens
     prefill = sum(step.t_prefill for step in result.steps)
     wall = max(result.wall_s, 1e-12)
     return {
@@ -195,7 +201,7 @@ def simulation_figures(simulation: Simulation, result: SimulatedRun) -> dict[str
         "r_part_share": r_part / wall,
         "prefill_share": prefill / wall,
         "wait_share": simulation.clock.t_wait / wall,
-        "peak_load_tokens": max((step.load_tokens for step in result.steps), default=0),
+        "peak_load_tokens": max(loads.values(), default=0),
     }
 
 
@@ -205,7 +211,11 @@ def _lengths(args: argparse.Namespace, count: int) -> list[Lengths]:
     if (args.length is None) == (args.lengths is None):
         raise ConfigError("give --length, or --lengths FILE")
     if args.lengths is not None:
+        for name in ("prompt_len", "num_sequences"):
+            if getattr(args, name, None) is not None:
+                raise ConfigError(f"--{name.replace('_', '-')} does not go with --lengths, which has its own")
         return read_lengths(args.lengths)
+    args.prompt_len = 1 if args.prompt_len is None else args.prompt_len
     check_at_least("--prompt-len", args.prompt_len, 1)
     check_at_least("--length", args.length, args.prompt_len + 1)
     return [Lengths(args.prompt_len, args.length - args.prompt_len)] * count

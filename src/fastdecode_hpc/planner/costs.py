@@ -28,12 +28,6 @@ def head_weights(model: ModelConfig) -> int:
     return model.hidden_size * model.vocab_size
 
 
-def model_bytes(model: ModelConfig, element_bytes: int) -> int:
-    """Bytes of all matrices."""
-    embeddings = head_weights(model) * (1 if model.tie_embeddings else 2)
-    return element_bytes * (model.num_layers * layer_weights(model) + embeddings)
-
-
 def transfer_ratio(model: ModelConfig, layout: KVLayout, wire_dtype: str, context_len: int) -> float:
     """KV bytes that a token's attention reads over the bytes of q, k, v and o that cross instead, exactly.
 

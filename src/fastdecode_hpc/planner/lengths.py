@@ -31,7 +31,8 @@ def read_lengths(path: Path) -> list[Lengths]:
     """Lengths from a JSONL file.
 
     A line is ``{"prompt_len": 120, "output_len": 300, "max_new_tokens": 512}``, the last optional, or a record that
-    ``fastdecode generate`` wrote, of which ``usage`` is read; records of failed requests are left out.
+    ``fastdecode generate`` wrote, of which ``usage`` is read: tokens of several choices are shared out evenly. Records
+    of failed requests are left out.
 
     Raises
     ------
@@ -67,5 +68,14 @@ def _parse(value: Any) -> list[Lengths]:
     body = response.get("body", {}) if isinstance(response, dict) else value
     usage = body.get("usage") if isinstance(body, dict) else None
     if isinstance(usage, dict):
-        return [Lengths(usage.get("prompt_tokens"), usage.get("completion_tokens"))]  # type: ignore[arg-type]
+        return _of_record(body, usage)
     return [Lengths(value.get("prompt_len"), value.get("output_len"), value.get("max_new_tokens", 0))]  # type: ignore[arg-type]
+
+
+def _of_record(body: dict[str, Any], usage: dict[str, Any]) -> list[Lengths]:
+    choices = body.get("choices")
+    count = len(choices) if isinstance(choices, list) and choices else 1
+    prompt, output = usage.get("prompt_tokens"), usage.get("completion_tokens")
+    if not isinstance(output, int):
+        raise ConfigError(f"completion_tokens is {show(output)}; it must be a whole number")
+    return [Lengths(prompt, max(1, round(output / count)))] * count  # type: ignore[arg-type]

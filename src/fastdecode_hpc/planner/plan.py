@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
-from functools import cache
 
 from fastdecode_hpc.config import DTYPE_BYTES, ConfigError, ModelConfig, RunConfig
-from fastdecode_hpc.planner.costs import Costs, model_bytes, transfer_ratio
+from fastdecode_hpc.planner.costs import Costs, transfer_ratio
 from fastdecode_hpc.planner.profile import Profile
 from fastdecode_hpc.planner.steady import SteadyStep, steady_step
 from fastdecode_hpc.schedule.kv_layout import KVLayout
 from fastdecode_hpc.schedule.load_stabilizing import choose_interval
 from fastdecode_hpc.schedule.prompts import Piece
 from fastdecode_hpc.sequence import SamplingParams, Sequence
-from fastdecode_hpc.setup import KV_SHARE
+from fastdecode_hpc.setup import KV_SHARE, num_parameters
 
 ENOUGH = 0.97  # of the most tokens/s that any batch gives: a larger batch than needed only adds latency
 PAYS = 0.05  # by how much one more socket must raise tokens/s
 HURTS = 0.005
-LIFE_POINTS = 5  # contexts at which the life of a batch that starts together is looked at
-SIZES_AN_OCTAVE = 4  # batches that are tried between one and its double
+SIZES_AN_OCTAVE = 3  # batches that are tried between one and its double
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +65,8 @@ class Choice:
         Of the longest step: at the end of a batch that started together, or the same as any under the
         load-stabilizing schedule.
     limited_by : str
-        ``S-Part``, ``R-Part``, ``network``, ``KV memory`` or ``latency target``.
+        ``S-Part``, ``R-Part`` or ``network``, whichever is busy for longest; or why no larger batch was taken, which
+        would give more: ``KV memory``, ``latency target``, ``rows measured``.
     cost_per_million : float or None
         Price of a million tokens.
     """
@@ -138,17 +135,21 @@ class Planner:
     Raises
     ------
     ConfigError
-        If the sequences are longer than the model allows.
+        If the sequences are longer than the model allows, or the profile has no R-workers of their own.
     """
 
     def __init__(self, profile: Profile, model: ModelConfig, config: RunConfig, wish: Wish) -> None:
         if wish.length > model.max_context_len:
             raise ConfigError(f"sequences of {wish.length} tokens; this model takes at most {model.max_context_len}")
+        if profile.is_one_process:
+            raise ConfigError(
+                f"profile {profile.name} was measured in one process, in which nothing overlaps; calibrate with at "
+                "least two ranks to plan for R-workers"
+            )
         self.profile, self.model, self.config, self.wish = profile, model, config, wish
         self.layout: KVLayout = Costs(profile, model, config, num_workers=1).layout
         self._steps = max(1, wish.output_len - 1)  # decode steps of a sequence; its first token is prefill's
         self._prompt_s = self._time_of_prompt()
-        self._evaluate = cache(self._evaluate_once)
 
     def plan(self, max_workers: int = 16) -> Plan:
         """The best choice of each number of R-workers up to `max_workers`, and the one to take."""
@@ -187,24 +188,19 @@ class Planner:
         # Beyond the rows that were measured nobody knows what the S-Part takes.
         known = self.config.num_slots * int(self.profile.s_part.layer.x[-1])
         sizes = _batch_sizes(min(by_memory, known))
-        in_time = sizes[: _first(sizes, lambda size: not self._is_in_time(num_workers, size))]
+        tried = [self._evaluate(num_workers, size) for size in sizes]
+        in_time = [choice for choice in tried if self._is_in_time(choice)]
         if not in_time:
             raise ConfigError(
                 f"a latency target of {self.wish.latency_target_s:g} s is too short: {self._steps} steps of one "
-                f"sequence take {self._steady(num_workers, 1).step_s * self._steps:.3g} s with {num_workers} R-workers"
+                f"sequence take {tried[0].step.step_s * self._steps:.3g} s with {num_workers} R-workers"
             )
-        most = self._evaluate(num_workers, in_time[-1])
-        place = _first(
-            in_time, lambda size: self._evaluate(num_workers, size).tokens_per_s >= ENOUGH * most.tokens_per_s
-        )
-        if place < len(in_time) - 1:
-            return self._evaluate(num_workers, in_time[place])
-        why = most.limited_by
-        if len(in_time) < len(sizes):
-            why = "latency target"
-        elif by_memory <= known:
-            why = "KV memory"
-        return dataclasses.replace(most, limited_by=why)
+        most = max(choice.tokens_per_s for choice in in_time)
+        chosen = next(choice for choice in in_time if choice.tokens_per_s >= ENOUGH * most)
+        if chosen is not in_time[-1]:
+            return chosen
+        why = "KV memory" if by_memory <= known else "rows measured"
+        return dataclasses.replace(chosen, limited_by=why if len(in_time) == len(tried) else "latency target")
 
     def sequences_that_fit(self, num_workers: int) -> int:
         """Sequences whose longest cache the R-workers can hold, as admission counts them."""
@@ -216,7 +212,7 @@ class Planner:
         device = self.profile.s_part
         if not device.memory_bytes or not device.read_bandwidth:
             return None
-        weights = model_bytes(self.model, DTYPE_BYTES["fp16"])
+        weights = num_parameters(self.model) * DTYPE_BYTES["fp16"]
         room = KV_SHARE * device.memory_bytes - weights
         batch = int(room // (self.layout.token_bytes * self.mean_context))
         if batch < 1:
@@ -228,20 +224,23 @@ class Planner:
         return GpuOnly(batch, rate, self._price(rate, 0))
 
     def _kv_bytes(self, worker: int) -> float:
-        memory = self.wish.r_memory_bytes or self.profile.r_part(worker).memory_bytes
+        given = self.wish.r_memory_bytes
+        memory = self.profile.r_part(worker).memory_bytes if given is None else given
         if not memory:
             raise ConfigError(
                 f"profile {self.profile.name} does not say how much memory an R-worker has; give it (--r-memory SIZE)"
             )
         return memory * KV_SHARE
 
-    def _evaluate_once(self, num_workers: int, batch_size: int) -> Choice:
+    def _evaluate(self, num_workers: int, batch_size: int) -> Choice:
         mean = self._steady(num_workers, batch_size)
-        peak = mean.step_s
-        step_s = mean.step_s
+        peak = step_s = mean.step_s
         if self.config.schedule == "greedy":  # sequences of one length that started together end together
-            lives = [self._steady(num_workers, batch_size, context).step_s for context in self._life()]
-            step_s, peak = sum(lives) / len(lives), lives[-1]
+            first, peak = (
+                self._steady(num_workers, batch_size, self.wish.prompt_len + 1 + steps).step_s
+                for steps in (0, self._steps)
+            )
+            step_s = (first + 4 * mean.step_s + peak) / 6  # Simpson's rule over their life
         rate = batch_size / step_s
         return Choice(
             num_workers,
@@ -252,10 +251,6 @@ class Planner:
             mean.limited_by,
             self._price(rate, num_workers),
         )
-
-    def _life(self) -> list[float]:
-        """Contexts over the life of a sequence, evenly spaced."""
-        return [self.wish.prompt_len + 1 + self._steps * i / (LIFE_POINTS - 1) for i in range(LIFE_POINTS)]
 
     def _steady(self, num_workers: int, batch_size: int, context: float | None = None) -> SteadyStep:
         return steady_step(
@@ -268,9 +263,9 @@ class Planner:
             prefill_s=batch_size / self._steps * self._prompt_s,
         )
 
-    def _is_in_time(self, num_workers: int, batch_size: int) -> bool:
+    def _is_in_time(self, choice: Choice) -> bool:
         target = self.wish.latency_target_s
-        return target is None or self._evaluate(num_workers, batch_size).step.step_s * self._steps <= target
+        return target is None or choice.step.step_s * self._steps <= target
 
     def _best(self, choices: list[Choice]) -> Choice:
         """The cheapest, or without prices the last one whose socket pays."""
@@ -317,8 +312,3 @@ def _batch_sizes(largest: int) -> list[int]:
     count = math.ceil(SIZES_AN_OCTAVE * math.log2(largest)) if largest > 1 else 0
     sizes = {round(2 ** (i / SIZES_AN_OCTAVE)) for i in range(count)}
     return sorted({size if size < 16 else size // 8 * 8 for size in sizes} | {largest})
-
-
-def _first(values: Ordered[int], holds: Callable[[int], bool]) -> int:
-    """Place of the first of `values` for which `holds` is true, as it is for all after it; their number if none."""
-    return bisect.bisect_left(values, True, key=holds)

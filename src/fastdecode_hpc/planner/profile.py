@@ -159,14 +159,14 @@ class Profile:
     machine: Mapping[str, Any] = field(default_factory=dict)
     residuals: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def is_one_process(self) -> bool:
+        """Whether both parts were measured on the same cores, where nothing overlaps."""
+        return any(part.core_group == WITH_RANK_0 for part in self.r_parts)
+
     def r_part(self, index: int) -> RPartProfile:
         """Of R-worker `index`, from 0."""
         return self.r_parts[index % len(self.r_parts)]
-
-    @property
-    def kv_dtypes(self) -> tuple[str, ...]:
-        """Types of the cache that every R-worker has rates for."""
-        return tuple(name for name in self.r_parts[0].rates if all(name in part.rates for part in self.r_parts))
 
 
 def save_profile(path: Path, profile: Profile) -> None:
@@ -210,7 +210,7 @@ def _profile(values: TypedValues) -> Profile:
         s_part=_build(SPartProfile, values.inner("s_part")),
         r_parts=tuple(_r_part(part) for part in parts),
         network=_build(NetworkProfile, values.inner("network")),
-        notes=tuple(str(note) for note in values.get("notes", [])),
+        notes=values.texts("notes"),
         machine=dict(values.inner("machine")),
         residuals=dict(values.inner("residuals")),
     )
@@ -220,9 +220,9 @@ def _model(values: TypedValues) -> ModelConfig:
     fields = {spec.name for spec in dataclasses.fields(ModelConfig)}
     given: dict[str, Any] = {name: value for name, value in values.items() if name in fields}
     given["eos_token_ids"] = values.ids("eos_token_ids")
-    if "rope_scaling" in given:
-        given["rope_scaling"] = RopeScaling(**dict(values.inner("rope_scaling")))
     try:
+        if "rope_scaling" in given:
+            given["rope_scaling"] = RopeScaling(**dict(values.inner("rope_scaling")))
         return ModelConfig(**given)
     except TypeError as error:
         raise ConfigError(f"its model is incomplete: {error}") from None

@@ -81,10 +81,14 @@ def _slot_times(costs: Costs, load: StepLoad, workers: list[int]) -> SlotTimes |
     total = sum(load.rank_loads.values())
     if not load.num_rows or not total:
         return None
-    shares = np.array([load.rank_loads.get(rank, 0) for rank in workers]) / total
-    owners = np.searchsorted(np.cumsum(shares), (np.arange(load.num_rows) + 0.5) / load.num_rows)
-    context = round(total / load.num_rows)
-    return costs.slot_times(np.full(load.num_rows, context, np.int64), owners.clip(max=len(workers) - 1))
+    loads = np.array([load.rank_loads.get(rank, 0) for rank in workers])
+    borders = np.rint(np.cumsum(loads) / total * load.num_rows).astype(np.int64)
+    rows = np.diff(borders, prepend=0)
+    owners = np.repeat(np.arange(len(workers)), rows)
+    contexts = [
+        np.diff(np.linspace(0, read, count + 1).astype(np.int64)) for read, count in zip(loads, rows, strict=True)
+    ]
+    return costs.slot_times(np.concatenate(contexts), owners)
 
 
 def _prefill_s(costs: Costs, tokens: int, chunk_tokens: int) -> float:

@@ -103,10 +103,12 @@ class Simulation:
         limit = self.costs.model.max_context_len
         for number, entry in enumerate(lengths, start=1):
             total = entry.prompt_len + max(entry.output_len, entry.max_new_tokens)
-            if total > limit or not self._placement.fits_ever(total + 1):
+            if total > limit:
+                raise ConfigError(f"sequence {number} may have {total} tokens; this model takes at most {limit}")
+            if not self._placement.fits_ever(total + 1):
                 raise ConfigError(
-                    f"sequence {number} may have {total} tokens; this model takes at most {limit}, and an R-worker's "
-                    "KV cache must hold it"
+                    f"sequence {number} may have {total} tokens, which no R-worker's KV cache can hold; raise "
+                    "--kv-memory-bytes"
                 )
 
     def run(self, lengths: Iterable[Lengths]) -> SimulatedRun:
@@ -115,7 +117,7 @@ class Simulation:
         scheduler = make_scheduler(self.config, self._placement, self._sequences(lengths), self._prompts)
         stopped: set[int] = set()
         for stage in pipeline(self.walk.num_layers, self.config.num_slots):
-            if stage.step == self.max_steps or len(stopped) == self.config.num_slots:
+            if len(stopped) == self.config.num_slots:
                 break
             if stage.layer == 0:
                 self._turn(stage, scheduler, result, stopped)
@@ -137,6 +139,8 @@ class Simulation:
         if record is not None:
             result.steps.append(record)
             self._take_tokens(stage, scheduler, result)
+        if stage.step == self.max_steps:
+            stopped.add(stage.slot)
         if stage.slot in stopped:
             return
         self._run_units(stage, scheduler, result, self._prompts.num_pending)

@@ -70,12 +70,8 @@ class Walk:
         self._s_work(state, times.s_layer)
         self.clock.work(times.s_stage)
         attention = times.r_layers[self.costs.group_of[stage.layer]]
-        visit = self.clock.post(stage.slot, times.qkv_bytes, attention + times.r_stage, times.out_bytes)
+        self.clock.post(stage.slot, times.qkv_bytes, attention + times.r_stage, times.out_bytes)
         state.r_part = [total + own for total, own in zip(state.r_part, attention.tolist(), strict=True)]
-        if state.record is not None:
-            state.record.t_transport += (
-                float(visit.arrived.max()) - visit.posted + visit.back - float(visit.ended.max())
-            )
 
     def run_unit(self, stage: Stage, unit: Unit, prompts: PromptQueue) -> None:
         """A chunk of prompts passes a layer; its K and V leave for their owners."""

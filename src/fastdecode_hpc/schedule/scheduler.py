@@ -54,8 +54,13 @@ class Scheduler:
     prompts : Prompts
     max_prefill_tokens : int
         Prompt tokens that may pass all layers in one step, over all slots.
+
+    Attributes
+    ----------
+    batches : list of MiniBatch
+        Of all slots.
     on_admitted : callable
-        Told of each sequence that goes into prefill.
+        Told of each sequence that goes into prefill; may be set.
     """
 
     def __init__(
@@ -64,14 +69,13 @@ class Scheduler:
         prompts: Prompts,
         *,
         max_prefill_tokens: int,
-        on_admitted: Callable[[Sequence], None] = lambda seq: None,
     ) -> None:
         self.admission = admission
         self.prompts = prompts
         self.batches = [MiniBatch(slot) for slot in range(admission.num_slots)]
         self.layout = admission.placement.layout
         self._prefill_budget = max(1, max_prefill_tokens * self.layout.num_layers // admission.num_slots)
-        self.on_admitted = on_admitted
+        self.on_admitted: Callable[[Sequence], None] = lambda seq: None
         self._finished: list[Sequence] = []  # ended since the last plan
 
     def ended(self, seq: Sequence) -> None:
