@@ -317,8 +317,13 @@ class Engine:
         stopped = ("stopped", "the run was stopped before this request was finished")
         return [done.get(id(r), Completion(r, error=stopped)) for r in requests] if self.is_s_rank else []
 
-    def run(self, requests: Iterator[Request], hooks: Hooks) -> RunStats | None:
+    def run(self, requests: Iterator[Request], hooks: Hooks, config: RunConfig | None = None) -> RunStats | None:
         """Run requests as they come, reporting each completion as it ends; collective.
+
+        Parameters
+        ----------
+        config : RunConfig, optional
+            Of this run, where it has another schedule or a smaller batch than the engine was made for.
 
         Returns
         -------
@@ -331,7 +336,7 @@ class Engine:
             assert self._s_part is not None
             run = Run(
                 self.setup,
-                self.run_config,
+                config or self.run_config,
                 self._s_part,
                 self.tokenizer,
                 hooks,

@@ -56,14 +56,20 @@ def test_prompts_may_be_computed(checkpoint, tmp_path):
     ("args", "said"),
     [
         (["--batch-sizes", "x"], "--batch-sizes is 'x'"),
-        (["--contexts", "4"], "--contexts has 4"),
+        pytest.param(["--contexts", "4"], "--contexts has 4", marks=pytest.mark.slow),
         (["--new-tokens", "4"], "at least 8"),
         (["--schedules", "fast"], "--schedules is 'fast'"),
         (["--kv-dtypes", "fp1"], "kv_dtype is 'fp1'"),
         (["--ranks", "0"], "--ranks is 0"),
+        pytest.param(["--num-layers", "99"], "this model has", marks=pytest.mark.slow),
+        (["--contexts", "99999"], "takes at most"),
+        pytest.param(["--batch-sizes", "4096"], "of KV cache", marks=pytest.mark.slow),
+        (["--num-layers", "99", "--ranks", "2"], "this model has"),
+        (["--batch-sizes", "4096", "--ranks", "2"], "of KV cache"),
     ],
 )
 def test_mistakes_are_said_before_anything_runs(checkpoint, tmp_path, args, said):
+    """And by all ranks: one that stayed would wait for the others."""
     done = sweep(checkpoint, tmp_path / "sweep.h5", *args)
     assert done.returncode == 2
     assert said in done.stderr
@@ -74,25 +80,36 @@ def row_of(**values):
     return {**texts, **values}
 
 
+def open_sweep(path, units=UNITS, **fixed):
+    return SweepFile(path, units, KEYS, fixed={"model": "m", **fixed}, attributes={"host": "here"})
+
+
+def test_figures_of_another_model_are_not_mixed_in(tmp_path):
+    open_sweep(tmp_path / "s.h5").add(row_of())
+    with pytest.raises(ConfigError, match="model was m, now it is other"):
+        open_sweep(tmp_path / "s.h5", model="other")
+    assert read_sweep(tmp_path / "s.h5") == [row_of()]
+
+
 def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path):
     path = tmp_path / "other.h5"
     path.write_text("hello")
     with pytest.raises(ConfigError, match="cannot be read"):
-        SweepFile(path, UNITS, KEYS, {})
+        open_sweep(path)
     assert path.read_text() == "hello"
     with h5py.File(path, "w") as file:
         file.attrs["kind"] = "report"
     with pytest.raises(ConfigError, match="no sweep"):
-        SweepFile(path, UNITS, KEYS, {})
+        open_sweep(path)
     fewer = {name: unit for name, unit in UNITS.items() if name != "step_s"}
-    SweepFile(tmp_path / "old.h5", fewer, KEYS, {}).add({n: v for n, v in row_of().items() if n != "step_s"})
+    open_sweep(tmp_path / "old.h5", fewer).add({n: v for n, v in row_of().items() if n != "step_s"})
     with pytest.raises(ConfigError, match="step_s"):
-        SweepFile(tmp_path / "old.h5", UNITS, KEYS, {})
+        open_sweep(tmp_path / "old.h5")
 
 
 def test_rows_read_back_as_they_were(tmp_path):
     rows = [row_of(round=i, kv_dtype="k=int8,v=int4", step_s=0.25 * i) for i in range(3)]
-    file = SweepFile(tmp_path / "s.h5", UNITS, KEYS, {"model": "m"})
+    file = open_sweep(tmp_path / "s.h5")
     for row in rows:
         assert row not in file
         file.add(row)

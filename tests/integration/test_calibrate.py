@@ -28,7 +28,7 @@ def test_a_measured_profile_can_be_planned_with(checkpoint, tmp_path, ranks):
     assert done.returncode == 0, done.stderr
     profile = load_profile(str(path))
     assert profile.source == "measured"
-    assert profile.kv_dtypes == ("fp16", "int8")
+    assert all(sorted(part.rates) == ["fp16", "int8"] for part in profile.r_parts)
     assert len(profile.r_parts) == max(1, ranks - 1)
     assert all(part.read_bandwidth > 1e8 and part.memory_bytes > 0 for part in profile.r_parts)
     assert all(part.latency_s > 0 for part in profile.r_parts) == (ranks > 1)
@@ -36,10 +36,10 @@ def test_a_measured_profile_can_be_planned_with(checkpoint, tmp_path, ranks):
     assert len(profile.residuals["steps"]) == 8
     assert "fp16, batch 8, context 128" in done.stdout
     planned = fastdecode("plan", "--model", checkpoint, "--profile", path, "--length", 100, "--max-r-workers", 2)
-    assert planned.returncode == 0, planned.stderr
-    assert "measured figures" in planned.stdout
+    assert planned.returncode == (0 if ranks > 1 else 2)
+    assert "measured figures" in planned.stdout if ranks > 1 else "measured in one process" in planned.stderr
     simulated = fastdecode(
-        "simulate", "--model", checkpoint, "--profile", path, "--length", 40, "--prompt-len", 10, "--r-workers", 2,
+        "simulate", "--model", checkpoint, "--profile", path, "--length", 40, "--prompt-len", 10, "--r-workers", 1,
         "--max-batch-size", 8, "--kv-dtype", "int8", "--json", tmp_path / "sim.json",
     )  # fmt: skip
     assert simulated.returncode == 0, simulated.stderr
@@ -49,13 +49,20 @@ def test_a_measured_profile_can_be_planned_with(checkpoint, tmp_path, ranks):
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["--contexts", "9999"], "--contexts has 9999"),
-        (["--prompts", "1x9999"], "--prompts has 9999"),
-        (["--batch-sizes", "1"], "at least num_slots"),
+        pytest.param(["--contexts", "64,9999"], "takes at most", marks=pytest.mark.slow),
+        (["--prompts", "1x16,2x16,1x9999"], "--prompts has 1x9999"),
+        (["--prompts", "1x16,2x16,32x16"], "up to the largest batch"),
+        pytest.param(["--prompts", "1x16,2x16"], "less than three", marks=pytest.mark.slow),
+        pytest.param(["--batch-sizes", "1,8"], "must be at least 2", marks=pytest.mark.slow),
+        pytest.param(["--batch-sizes", "8"], "one value", marks=pytest.mark.slow),
+        (["--kv-memory-bytes", "200K"], "of KV cache"),
         (["--kv-dtypes", "fp7"], "kv_dtype is 'fp7'"),
-        (["--rounds", "1"], "rounds"),
+        pytest.param(["--rounds", "1"], "rounds", marks=pytest.mark.slow),
         (["--prompts", "4"], "no list such as"),
-        (["--num-layers", "99"], "this model has"),
+        pytest.param(["--num-layers", "99"], "this model has", marks=pytest.mark.slow),
+        (["--num-layers", "99", "--ranks", "2"], "this model has"),
+        (["--contexts", "64,9999", "--ranks", "3"], "takes at most"),
+        (["--batch-sizes", "2,8", "--ranks", "3"], "must be at least 4"),
     ],
 )
 def test_mistakes_are_said(checkpoint, tmp_path, args, said):

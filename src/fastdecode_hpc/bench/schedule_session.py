@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fastdecode_hpc.bench.schedule_figures import Window, full_steps
-from fastdecode_hpc.config import RunConfig
+from fastdecode_hpc.config import ConfigError, RunConfig
 from fastdecode_hpc.engine import Engine
+from fastdecode_hpc.host import format_bytes
 from fastdecode_hpc.results import Completion, Hooks
+from fastdecode_hpc.schedule.kv_layout import make_layout
 from fastdecode_hpc.sequence import Request, SamplingParams
 from fastdecode_hpc.timing import StepTimes
 
@@ -74,15 +76,41 @@ class ScheduleSession:
     ----------
     world : World or None
         None: one process, in which nothing overlaps.
+    max_batch_size : int, optional
+        Runs with as many sequences or fewer share an engine, and so its KV cache.
     """
 
-    def __init__(self, world: World | None) -> None:
-        self.world = world
+    def __init__(self, world: World | None, max_batch_size: int | None = None) -> None:
+        self.world, self.max_batch_size = world, max_batch_size
         self._engines: dict[tuple[RunConfig, bool], Engine] = {}
 
     def first_engine(self, run: RunConfig) -> Engine:
         """The engine of these options, for what they decide; all ranks call this together."""
         return self._engine(run, given_kv=True)
+
+    def check_room(self, run: RunConfig, what: str, num_sequences: int, num_tokens: int) -> None:
+        """Raise `ConfigError` unless so many sequences of so many tokens fit model and KV cache, all at once.
+
+        Parameters
+        ----------
+        run : RunConfig
+            Its type of the cache counts; there must be an engine, of whatever type.
+        what : str
+            What they are for, in the message.
+        """
+        setup = next(iter(self._engines.values())).setup  # rank 0 alone can't make another
+        longest = setup.max_context_len
+        if num_tokens > longest:
+            raise ConfigError(f"{what}: sequences of {num_tokens} tokens; this model takes at most {longest}")
+        layout = make_layout(setup.model, block_size=run.block_size, kv_dtype=run.kv_dtype)
+        need, owners = layout.bytes_for(num_tokens + 1), [setup.ranks[owner] for owner in setup.owners]
+        room = sum(rank.kv_bytes // need for rank in owners)
+        if room < num_sequences:
+            raise ConfigError(
+                f"{what}: {num_sequences} sequences of {num_tokens} tokens at once need "
+                f"{format_bytes(need * num_sequences)} of KV cache; the R-workers have "
+                f"{format_bytes(sum(rank.kv_bytes for rank in owners))}, which {room} of them fit"
+            )
 
     def follow(self) -> None:
         """Be an R-worker for every run that rank 0 makes; returns after its `end`."""
@@ -111,7 +139,7 @@ class ScheduleSession:
             Request(index, None, [1] * prompt_len, params=SamplingParams(max_new_tokens=new, ignore_eos=True))
             for index, (prompt_len, new) in enumerate(lengths)
         )
-        engine.run(requests, Hooks(recording.complete, on_step=recording.add_step))
+        engine.run(requests, Hooks(recording.complete, on_step=recording.add_step), run)
         return recording
 
     def steady(self, run: RunConfig, context: int, num_steps: int, *, batch_size: int | None = None) -> Window:
@@ -156,7 +184,10 @@ class ScheduleSession:
         return [rank.line for rank in engine.setup.ranks]
 
     def _engine(self, run: RunConfig, given_kv: bool) -> Engine:
-        """The engine of these options; all ranks make it together."""
+        """The engine of these options, whatever the schedule; all ranks make it together."""
+        run = dataclasses.replace(run, schedule="greedy", start_interval=None, load_limit=None)
+        if self.max_batch_size is not None:
+            run = dataclasses.replace(run, max_batch_size=self.max_batch_size)
         if (run, given_kv) not in self._engines:
             same = (engine for other, engine in self._engines.items() if _same_s_part(other[0], run))
             engine = Engine(run, world=self.world, given_kv=given_kv, weights_of=next(same, None))

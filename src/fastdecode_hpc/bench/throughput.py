@@ -30,7 +30,7 @@ KEYS = ("ranks", "schedule", "kv_dtype", "batch", "context", "new_tokens", "prom
 UNITS = {
     "ranks": "1", "schedule": "text", "kv_dtype": "text", "batch": "1", "context": "tokens", "new_tokens": "tokens",
     "prompts": "text", "round": "1", "decode_tokens_per_s": "tokens/s", "end_to_end_tokens_per_s": "tokens/s",
-    "step_s": "s", "t_s_part": "s", "t_r_part": "s", "t_wait": "s", "t_prefill": "s", "num_steps": "1",
+    "step_s": "s", "t_s_part": "s", "t_r_part": "s", "t_wait": "s", "t_prefill": "s", "rows": "1",
 }  # fmt: skip
 RUN_OPTIONS = (
     "model", "load_format", "num_layers", "device", "dtype", "cuda_graphs", "wire_dtype", "num_slots",
@@ -76,14 +76,16 @@ class Case:
     new_tokens: int
 
     def __str__(self) -> str:
-        return f"{self.schedule}, {self.kv_dtype}, batch {self.batch}, context {self.context}"
+        lengths = f"context {self.context}, {self.new_tokens} new tokens"
+        return f"{self.schedule}, {self.kv_dtype}, batch {self.batch}, {lengths}"
 
 
 def run_throughput(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """``fastdecode bench throughput``; the exit code."""
     ranks, cases = _whole_numbers("--ranks", args.ranks), list_cases(args)
     check_at_least("--rounds", args.rounds, 1)
-    check_writable(args.output)
+    if detect().kind == "none":
+        check_writable(args.output)
     if detect().kind == "none" and (len(ranks) > 1 or ranks[0] > 1):
         return _run_each(ranks, argv)
     announce()
@@ -143,21 +145,35 @@ def _config(args: argparse.Namespace, case: Case) -> RunConfig:
 
 
 def _run_rank(args: argparse.Namespace, cases: Sequence[Case], world: World | None) -> int:
-    from fastdecode_hpc.bench.machine import program_figures
     from fastdecode_hpc.bench.schedule_session import ScheduleSession
-    from fastdecode_hpc.report.sweep import SweepFile
 
-    session = ScheduleSession(world)
+    largest = max(case.batch for case in cases)
+    session = ScheduleSession(world, largest)
+    session.first_engine(_config(args, cases[0]))
     if world is not None and not world.is_s_rank:
         session.follow()
         return 0
-    try:
-        sweep = SweepFile(args.output, UNITS, KEYS, {**program_figures(), "model": args.model})
-        measure(args, cases, session, sweep)
-    finally:
+    try:  # from here on rank 0 is alone with its mistakes, and lets the others go
+        sweep = _open_sweep(args, cases, session)
+    except ConfigError:
         session.end()
+        raise
+    measure(args, cases, session, sweep)
+    session.end()
     print(format_sweep(sweep.rows))
     return 0
+
+
+def _open_sweep(args: argparse.Namespace, cases: Sequence[Case], session: ScheduleSession) -> SweepFile:
+    """The file, once all cases are known to fit."""
+    from fastdecode_hpc.bench.machine import program_figures
+    from fastdecode_hpc.report.sweep import SweepFile
+
+    for case in cases:
+        tokens = case.context + case.new_tokens // 2 + 1
+        session.check_room(_config(args, case), f"{case}", case.batch, tokens)
+    same = {name: str(getattr(args, name)) for name in RUN_OPTIONS}
+    return SweepFile(args.output, UNITS, KEYS, fixed=same, attributes=program_figures())
 
 
 def measure(args: argparse.Namespace, cases: Sequence[Case], session: ScheduleSession, sweep: SweepFile) -> None:
@@ -184,18 +200,17 @@ def run_case(args: argparse.Namespace, case: Case, session: ScheduleSession) -> 
         _config(args, case), [(prompt_len, case.new_tokens)] * (case.batch * lives), given_kv=args.prompts == "given"
     )
     first, last = full_stretch(recording.steps)
-    window = recording.window(first + 1, last) if last > first + 1 else None
-    tokens = case.batch * lives * case.new_tokens
-    busiest = [step for step in recording.steps if step.num_rows]
-    count = max(1, len({step.step for step in busiest}))
+    window = recording.window(first, max(last, first + 1))  # there is a step after those that are full
+    means = {name: sum(getattr(step, name) for step in window.steps) / window.num_steps
+             for name in ("t_s_part", "t_r_part", "t_wait")}  # fmt: skip
     return {
-        "decode_tokens_per_s": window.tokens_per_s if window else float("nan"),
-        "end_to_end_tokens_per_s": tokens / max(recording.t_finished_s),
-        "step_s": window.step_s if window else float("nan"),
-        "num_steps": count,
-        **{name: sum(getattr(step, name) for step in busiest) / count
-           for name in ("t_s_part", "t_r_part", "t_wait", "t_prefill")},
-    }  # fmt: skip
+        "decode_tokens_per_s": window.tokens_per_s,
+        "end_to_end_tokens_per_s": case.batch * lives * case.new_tokens / max(recording.t_finished_s),
+        "step_s": window.step_s,
+        "t_prefill": sum(step.t_prefill for step in recording.steps),
+        "rows": round(sum(step.num_rows for step in window.steps) / window.num_steps),
+        **means,
+    }
 
 
 def full_stretch(steps: Sequence[StepTimes]) -> tuple[int, int]:
@@ -209,14 +224,16 @@ def full_stretch(steps: Sequence[StepTimes]) -> tuple[int, int]:
 
 def format_sweep(rows: Sequence[Row]) -> str:
     """A line a case: medians over rounds."""
-    lines = [f"{'ranks':>5} {'schedule':16} {'KV':14} {'batch':>6} {'context':>8} {'decode tok/s':>13} {'spread':>7} "
+    lines = [f"{'ranks':>5} {'schedule':16} {'KV':14} {'batch':>6} {'context':>8} {'new':>5} {'prompts':8} "
+             f"{'decode tok/s':>13} {'spread':>7} "
              f"{'end to end':>11} {'step ms':>9} {'S ms':>8} {'R ms':>8}"]  # fmt: skip
     for key, same in _groups(rows):
-        ranks, schedule, kv_dtype, batch, context = key[:5]
+        ranks, schedule, kv_dtype, batch, context, new_tokens, prompts = key
         rates = [row["decode_tokens_per_s"] for row in same]
         figures = {name: _median(row[name] for row in same) for name in UNITS if name not in KEYS}
         lines.append(
-            f"{ranks:5} {schedule:16} {kv_dtype:14} {batch:6} {context:8} {figures['decode_tokens_per_s']:13.1f} "
+            f"{ranks:5} {schedule:16} {kv_dtype:14} {batch:6} {context:8} {new_tokens:5} {prompts:8} "
+            f"{figures['decode_tokens_per_s']:13.1f} "
             f"{(max(rates) - min(rates)) / _median(rates):7.1%} {figures['end_to_end_tokens_per_s']:11.1f} "
             f"{figures['step_s'] * 1e3:9.2f} {figures['t_s_part'] * 1e3:8.2f} {figures['t_r_part'] * 1e3:8.2f}"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from fastdecode_hpc.launch import announce, detect, launch
 from fastdecode_hpc.options import add_run_options, run_config
 
 if TYPE_CHECKING:
+    from fastdecode_hpc.bench.schedule_session import ScheduleSession
     from fastdecode_hpc.calibrate.fit import PromptPoint
     from fastdecode_hpc.calibrate.samples import DecodePoint
     from fastdecode_hpc.planner.profile import Profile
@@ -86,16 +88,25 @@ def run_calibrate(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """``fastdecode calibrate``: start the ranks, or be one of them."""
     check_at_least("--rounds", args.rounds, MIN_ROUNDS)
     check_at_least("--steps", args.steps, 4)
-    check_writable(args.output)
-    run = run_config(args, max_batch_size=args.batch_sizes[-1])
-    if args.batch_sizes[0] < run.num_slots:
-        raise ConfigError(f"--batch-sizes has {args.batch_sizes[0]}; it must be at least num_slots, {run.num_slots}")
+    _check_enough(args)
+    run = run_config(args, max_batch_size=args.batch_sizes[-1], kv_dtype=args.kv_dtypes[0], r_worker_weights="equal")
+    if detect().kind == "none":
+        check_writable(args.output)
     if detect().kind == "none" and (run.ranks or 1) > 1:
         return launch(run.ranks or 1, argv)
     announce()
     from fastdecode_hpc.engine import run_as_rank
 
     return run_as_rank(run, lambda world: _run_rank(args, run, world))
+
+
+def _check_enough(args: argparse.Namespace) -> None:
+    """A straight line needs two points, and what grows with rows and with tokens can't be told apart by one of them."""
+    for name in ("batch_sizes", "contexts"):
+        if len(getattr(args, name)) < 2:
+            raise ConfigError(f"--{name.replace('_', '-')} has one value; give at least two, so that a fit is possible")
+    if len(args.prompts) < 3:
+        raise ConfigError("--prompts has less than three; give several lengths, and one of several prompts together")
 
 
 def _run_rank(args: argparse.Namespace, run: RunConfig, world: World | None) -> int:
@@ -110,8 +121,9 @@ def _run_rank(args: argparse.Namespace, run: RunConfig, world: World | None) -> 
     if world is not None and not world.is_s_rank:
         session.follow()
         return 0
-    try:
-        points, prompts = choose_points(args, engine.setup.max_context_len)
+    try:  # from here on rank 0 is alone with its mistakes, and lets the others go
+        check_writable(args.output)
+        points, prompts = choose_points(args, run, session)
     except ConfigError:
         session.end()
         raise
@@ -123,28 +135,43 @@ def _run_rank(args: argparse.Namespace, run: RunConfig, world: World | None) -> 
     return 0
 
 
-def choose_points(args: argparse.Namespace, max_context_len: int) -> tuple[list[DecodePoint], list[PromptPoint]]:
-    """What is measured; contexts and prompts that the model can't have are refused.
+def choose_points(
+    args: argparse.Namespace, run: RunConfig, session: ScheduleSession
+) -> tuple[list[DecodePoint], list[PromptPoint]]:
+    """What is measured; on rank 0.
 
     Raises
     ------
     ConfigError
-        Naming the value.
+        For points that the model or the cache can't take, or that would say too little.
     """
     from fastdecode_hpc.bench.schedule_session import MARGIN_STEPS
     from fastdecode_hpc.calibrate.fit import PromptPoint
     from fastdecode_hpc.calibrate.samples import DecodePoint
 
-    longest = max_context_len - args.steps - MARGIN_STEPS
-    for name, values in (("--contexts", args.contexts), ("--prompts", [length for _, length in args.prompts])):
-        if max(values) > longest:
-            raise ConfigError(f"{name} has {max(values)}; with {args.steps} steps this model takes at most {longest}")
+    num_owners = len(session.first_engine(run).setup.owners)
+    least = run.num_slots * num_owners
+    if args.batch_sizes[0] < least:
+        raise ConfigError(
+            f"--batch-sizes has {args.batch_sizes[0]}; with {run.num_slots} slots and {num_owners} R-workers it must "
+            f"be at least {least}, so that each of them has a sequence"
+        )
+    for count, length in args.prompts:
+        session.check_room(run, f"--prompts has {count}x{length}", 1, length + 2)
+        if count > 1 and (count > run.max_batch_size or count * length > run.max_prefill_tokens):
+            raise ConfigError(
+                f"--prompts has {count}x{length}; several prompts are computed together only up to the largest batch, "
+                f"{run.max_batch_size}, and {run.max_prefill_tokens} tokens (--max-prefill-tokens)"
+            )
     points = [
         DecodePoint(kv_dtype, batch, context)
         for kv_dtype in args.kv_dtypes
         for batch in args.batch_sizes
         for context in args.contexts
     ]
+    for point in points:
+        tokens = point.context + (args.steps + MARGIN_STEPS) // 2 + 1
+        session.check_room(dataclasses.replace(run, kv_dtype=point.kv_dtype), f"{point}", point.batch, tokens)
     return points, [PromptPoint(*pair) for pair in args.prompts]
 
 

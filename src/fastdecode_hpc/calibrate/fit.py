@@ -80,7 +80,11 @@ def fit_rates(samples: Samples, worker: int, layouts: Mapping[str, KVLayout]) ->
     """What attention takes on an R-worker, for each type of the cache."""
     rates = {}
     for kv_dtype, layout in layouts.items():
-        mine = [sample for point, sample in samples.items() if point.kv_dtype == kv_dtype]
+        mine = [
+            sample
+            for point, sample in samples.items()
+            if point.kv_dtype == kv_dtype and sample.workers[worker].layer_s > 0
+        ]
         columns = np.array([_attention_columns(sample, worker, layout) for sample in mine])
         call_s, pair_s, byte_s = nonnegative_fit(columns, np.array([s.workers[worker].layer_s for s in mine]))
         rates[kv_dtype] = KVRates(1.0 / max(byte_s, 1e-15), float(call_s), float(pair_s))

@@ -77,6 +77,10 @@ class Simulation:
         seed: int = 0,
         max_steps: int | None = None,
     ) -> None:
+        if profile.is_one_process and num_workers > 1:
+            raise ConfigError(
+                f"profile {profile.name} was measured in one process; it is good for 1 R-worker, not {num_workers}"
+            )
         self.config, self.max_steps = config, max_steps
         self.costs = Costs(profile, model, config, num_workers=num_workers)
         clock = PipelineClock(profile, num_workers=num_workers, num_slots=config.num_slots, jitter=jitter, seed=seed)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from fastdecode_hpc.files import check_writable, partial_name, put_in_place
 from fastdecode_hpc.report.schema import PROGRAM
 
 KIND, SWEEP_VERSION = "sweep", 1
+FIXED = "fixed"  # attribute: JSON of what is the same for all rows
 Row = dict[str, Any]  # text, whole numbers or floats; the same columns in all rows
 
 
@@ -28,21 +31,32 @@ class SweepFile:
         Of all columns; ``text`` for those.
     keys : sequence of str
         Columns that tell one measurement from the others.
+    fixed : mapping of str to str
+        What is the same for all rows, such as the model.
     attributes : mapping
-        Of the root, of a new file.
+        Of a new file: where and when it was begun.
 
     Raises
     ------
     ConfigError
-        If the file is none of a sweep with these columns.
+        If the file is none of a sweep with these columns, or of one of something else.
     """
 
     def __init__(
-        self, path: Path, units: Mapping[str, str], keys: Sequence[str], attributes: Mapping[str, Any]
+        self,
+        path: Path,
+        units: Mapping[str, str],
+        keys: Sequence[str],
+        *,
+        fixed: Mapping[str, str],
+        attributes: Mapping[str, Any],
     ) -> None:
         check_writable(path)
         self.path, self.units, self.keys = path, dict(units), tuple(keys)
-        self._attributes = dict(attributes)
+        self._attributes = {**attributes, FIXED: json.dumps(fixed)}
+        if path.exists():
+            self._attributes = _read_attributes(path)
+            _check_fixed(path, json.loads(self._attributes.get(FIXED, "{}")), fixed)
         self.rows: list[Row] = read_sweep(path, self.units) if path.exists() else []
         self._known = {self._key(row) for row in self.rows}
 
@@ -63,8 +77,8 @@ class SweepFile:
         partial = partial_name(self.path)
         try:
             with h5py.File(partial, "w") as file:
-                file.attrs.update({"program": PROGRAM, "kind": KIND, "sweep_version": SWEEP_VERSION})
-                file.attrs.update(self._attributes)
+                file.attrs.update({**self._attributes, "program": PROGRAM, "kind": KIND})
+                file.attrs["sweep_version"] = SWEEP_VERSION
                 for name, unit in self.units.items():
                     _write_column(file, name, unit, [row[name] for row in self.rows])
             put_in_place(partial, self.path)
@@ -85,17 +99,37 @@ def read_sweep(path: Path, units: Mapping[str, str] | None = None) -> list[Row]:
     ConfigError
         If it is no such file.
     """
-    try:
-        with h5py.File(path, "r") as file:
-            if file.attrs.get("kind") != KIND or file.attrs.get("program") != PROGRAM:
-                raise ConfigError(f"{path} is no sweep of this program; name another file")
-            columns = {name: _read_column(data) for name, data in file["samples"].items()}
-    except (OSError, RuntimeError, KeyError) as error:
-        raise ConfigError(f"the sweep {path} cannot be read: {str(error).partition(chr(10))[0]}") from None
+    with _open(path) as file:
+        columns = {name: _read_column(data) for name, data in file["samples"].items()}
     if units is not None and set(columns) != set(units):
         names = ", ".join(sorted(set(columns) ^ set(units)))
         raise ConfigError(f"the sweep {path} has other columns ({names}); it is of another version: name another file")
     return _rows(columns)
+
+
+@contextmanager
+def _open(path: Path) -> Iterator[h5py.File]:
+    try:
+        with h5py.File(path, "r") as file:
+            if file.attrs.get("kind") != KIND or file.attrs.get("program") != PROGRAM:
+                raise ConfigError(f"{path} is no sweep of this program; name another file")
+            yield file
+    except (OSError, RuntimeError, KeyError) as error:
+        raise ConfigError(f"the sweep {path} cannot be read: {str(error).partition(chr(10))[0]}") from None
+
+
+def _read_attributes(path: Path) -> dict[str, Any]:
+    with _open(path) as file:
+        return dict(file.attrs)
+
+
+def _check_fixed(path: Path, known: Mapping[str, str], wanted: Mapping[str, str]) -> None:
+    """Refuse to mix figures of different models or options."""
+    differ = [
+        f"{name} was {known.get(name)}, now it is {value}" for name, value in wanted.items() if known.get(name) != value
+    ]
+    if differ:
+        raise ConfigError(f"{path} is a sweep of something else: {'; '.join(differ)}; name another file")
 
 
 def _rows(columns: Mapping[str, Iterable[Any]]) -> list[Row]:
