@@ -19,8 +19,18 @@ if TYPE_CHECKING:
     from fastdecode_hpc.planner.profile import Profile
     from fastdecode_hpc.planner.simulate import SimulatedRun, Simulation
 
-PLAN_OPTIONS = ("kv_dtype", "wire_dtype", "num_slots", "schedule", "max_prefill_tokens", "prefill_chunk_tokens")
-SIMULATE_OPTIONS = (*PLAN_OPTIONS, "max_batch_size", "start_interval", "load_limit", "block_size", "kv_memory_bytes")
+PLAN_OPTIONS = ("kv_dtype", "wire_dtype", "num_slots", "max_prefill_tokens", "prefill_chunk_tokens")
+SIMULATE_OPTIONS = (
+    *PLAN_OPTIONS,
+    "schedule",
+    "max_batch_size",
+    "start_interval",
+    "load_limit",
+    "block_size",
+    "kv_memory_bytes",
+)
+SCHEDULES = ("greedy", "load-stabilizing")
+LINKS = ("latency", "link_bandwidth", "s_bandwidth", "switch_bandwidth")
 MODEL_HELP = "as of generate, or a well-known shape: llama-2-7b, llama-2-13b, llama-3-8b, llama-3-70b, opt-175b, ..."
 
 
@@ -61,6 +71,10 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument(
         "--price", type=_prices, metavar="S,R", help="price an hour of rank 0's machine and of one R-worker's socket"
     )
+    parser.add_argument(
+        "--schedule", choices=("best", *SCHEDULES), default="best",
+        help="as of generate; best: whichever gives more tokens/s (default)",
+    )  # fmt: skip
     parser.add_argument("--r-memory", type=size, metavar="SIZE", help="memory of a socket (default: the profile's)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan there, too")
     add_run_options(parser.add_argument_group("run, as of generate"), PLAN_OPTIONS)
@@ -122,8 +136,10 @@ def run_plan(args: argparse.Namespace, argv: Sequence[str]) -> int:
     prompt_len, output_len = (round(_mean(lengths, name)) for name in ("prompt_len", "output_len"))
     price_s, price_r = args.price or (None, None)
     wish = Wish(prompt_len, output_len, args.latency_target, price_s, price_r, args.r_memory)
-    planner = Planner(profile, model, run_config(args), wish)
-    plan = planner.plan(args.max_r_workers)
+    schedules = SCHEDULES if args.schedule == "best" else (args.schedule,)
+    planners = [Planner(profile, model, run_config(args, schedule=schedule), wish) for schedule in schedules]
+    plans = [(planner, planner.plan(args.max_r_workers)) for planner in planners]
+    planner, plan = max(plans, key=lambda pair: round(pair[1].best.tokens_per_s, -1))  # of about equal ones the plain
     print(format_plan(planner, plan, args.model))
     if args.json is not None:
         write_json(args.json, plan_as_dict(planner, plan, args.model))
@@ -154,10 +170,15 @@ def run_simulate(args: argparse.Namespace, argv: Sequence[str]) -> int:
     simulation.check_fit(lengths)
     result = simulation.run(lengths)
     figures = simulation_figures(simulation, result)
-    print(describe_profile(profile))
+    changed = [
+        f"--{name.replace('_', '-')} {getattr(args, name):g}" for name in LINKS if getattr(args, name) is not None
+    ]
+    print(describe_profile(profile, model, args.r_workers, changed))
     print("\n".join(f"{name:28} {value:,.6g}" for name, value in figures.items()))
     if args.json is not None:
-        write_json(args.json, {"profile": {"name": profile.name, "source": profile.source}, "figures": figures})
+        source = {"name": profile.name, "source": profile.source, "replaced": changed}
+        told = {"model": args.model, "r_workers": args.r_workers, "given_kv": args.given_kv, "jitter": args.jitter}
+        write_json(args.json, {"profile": source, **told, "config": config.as_dict(), "figures": figures})
     return 0
 
 

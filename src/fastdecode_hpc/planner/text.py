@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+from collections.abc import Sequence as Ordered
 from typing import Any
 
-from fastdecode_hpc.config import RunConfig
+from fastdecode_hpc.config import ModelConfig, RunConfig
 from fastdecode_hpc.planner.plan import Choice, Plan, Planner, Wish
 from fastdecode_hpc.planner.profile import MEASURED, Profile
+from fastdecode_hpc.planner.shapes import SHAPES
 
 
 def format_plan(planner: Planner, plan: Plan, model: str) -> str:
     """The proposal, the table it comes from, and what to type."""
     profile, wish, best = planner.profile, planner.wish, plan.best
     lines = [
-        describe_profile(profile),
+        describe_profile(profile, planner.model, plan.choices[-1].num_workers),
         f"model {model}, {wish.prompt_len} + {wish.output_len} tokens a sequence, KV cache {planner.config.kv_dtype}",
         "",
         *_table(planner, plan),
         "",
         f"proposed: {best.num_workers} R-workers, batch {best.batch_size}: {best.tokens_per_s:,.0f} tokens/s, "
-        f"{best.step.step_s * 1e3:.1f} ms a step; limited by {best.limited_by}",
+        f"{best.step.step_s * 1e3:.1f} ms a step, schedule {planner.config.schedule}; limited by {best.limited_by}",
+        *_rows_measured(planner, plan),
         f"a sequence decodes for {best.step.step_s * wish.output_len:,.1f} s; the longest step takes "
         f"{best.peak_step_s * 1e3:.1f} ms",
         *_pays(plan),
@@ -34,11 +37,26 @@ def format_plan(planner: Planner, plan: Plan, model: str) -> str:
     return "\n".join(lines)
 
 
-def describe_profile(profile: Profile) -> str:
-    """Whose figures these are."""
+def describe_profile(profile: Profile, model: ModelConfig, num_workers: int, changed: Ordered[str] = ()) -> str:
+    """Whose figures these are, and how far they are stretched.
+
+    Parameters
+    ----------
+    changed : sequence of str
+        Options that replace figures of the profile.
+    """
     lines = [f"profile {profile.name}: {profile.source} figures"]
     if profile.source != MEASURED:
         lines += [f"  {note}" for note in profile.notes]
+    if dataclasses.replace(model, num_layers=1) != dataclasses.replace(profile.model, num_layers=1):
+        lines.append(
+            "  of another model: scaled by the weights of a layer and of the head, and the bytes attention reads"
+        )
+    elif model.num_layers != profile.model.num_layers:
+        lines.append(f"  of {profile.model.num_layers} layers; this model has {model.num_layers}")
+    if num_workers > len(profile.r_parts):
+        lines.append(f"  of {len(profile.r_parts)} R-workers; further ones are taken to be like these")
+    lines += [f"  replaced: {option}" for option in changed]
     return "\n".join(lines)
 
 
@@ -62,6 +80,13 @@ def _table(planner: Planner, plan: Plan) -> list[str]:
     return lines
 
 
+def _rows_measured(planner: Planner, plan: Plan) -> list[str]:
+    if plan.best.limited_by != "rows measured":
+        return []
+    rows = int(planner.profile.s_part.layer.x[-1])
+    return [f"larger batches would give more: the profile has up to {rows} rows; calibrate with larger --batch-sizes"]
+
+
 def _pays(plan: Plan) -> list[str]:
     """From where on one more socket is wasted, or worse."""
     if not plan.stops_paying_at:
@@ -73,28 +98,28 @@ def _pays(plan: Plan) -> list[str]:
 
 
 def _gpu_only(planner: Planner, plan: Plan) -> list[str]:
-    alone, device = plan.gpu_only, planner.profile.s_part.name
+    alone, best, device = plan.gpu_only, plan.best, planner.profile.s_part.name
     if alone is None:
-        return []
+        return [
+            "without R-workers: the profile does not say how much memory the S-Part's device has and how fast it is"
+        ]
     if not alone.batch_size:
         return [f"without R-workers: not one sequence fits on the {device} beside the weights"]
-    better = alone.tokens_per_s > plan.best.tokens_per_s or (
-        alone.cost_per_million is not None
-        and plan.best.cost_per_million is not None
-        and alone.cost_per_million < plan.best.cost_per_million
-    )
-    price = "" if alone.cost_per_million is None else f", {alone.cost_per_million:.3g} per 1M tokens"
+    price, is_better = "", alone.tokens_per_s > best.tokens_per_s
+    if alone.cost_per_million is not None and best.cost_per_million is not None:
+        price, is_better = f", {alone.cost_per_million:.3g} per 1M", alone.cost_per_million < best.cost_per_million
     line = (
         f"a GPU-only engine on the {device} would reach {alone.tokens_per_s:,.0f} tokens/s at best, with batch "
         f"{alone.batch_size}{price}"
     )
-    return [line + (": take one" if better else "")]
+    return [line + (": take one" if is_better else "")]
 
 
 def command_lines(config: RunConfig, plan: Plan, model: str, threads: int) -> list[str]:
     """What to type under Slurm for the proposal."""
     best = plan.best
-    program = ["fastdecode", "generate", "--model", model, "--max-batch-size", str(best.batch_size)]
+    where = f"FOLDER_OF_{model}" if model in SHAPES else model  # of a well-known shape there is nothing to load
+    program = ["fastdecode", "generate", "--model", where, "--max-batch-size", str(best.batch_size)]
     defaults = RunConfig()
     for name in ("kv_dtype", "wire_dtype", "num_slots", "max_prefill_tokens", "prefill_chunk_tokens"):
         if getattr(config, name) != getattr(defaults, name):
@@ -116,6 +141,7 @@ def plan_as_dict(planner: Planner, plan: Plan, model: str) -> dict[str, Any]:
         "profile": {"name": profile.name, "source": profile.source, "notes": list(profile.notes)},
         "model": model,
         "wish": _wish(planner.wish),
+        "schedule": planner.config.schedule,
         **dataclasses.asdict(plan),
         "command": "\n".join(command_lines(planner.config, plan, model, profile.r_part(0).threads)),
     }
