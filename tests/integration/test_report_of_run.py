@@ -164,14 +164,14 @@ def test_predictions_of_a_run_are_for_its_own_steps(run, tmp_path) -> None:
         predicted = {name: file[f"steps/{name}"][:] for name in PREDICTED_UNITS}
         assert file.attrs["predicted_by"] == "a10-epyc7452 (published)"
     steps, model = tables["steps"], ModelConfig(**_model_values(attributes))
-    costs = Costs(profile, model, RunConfig(), num_workers=1)
+    costs, rates = Costs(profile, model, RunConfig(), num_workers=1), profile.r_parts[0].rates["fp16"]
     for row in range(len(steps["step"])):
         rows, load = int(steps["num_rows"][row]), int(steps["load_tokens"][row])
-        times = costs.even_slot_times(rows, round(load / rows)) if rows else None
-        want = model.num_layers * times.s_layer if times else 0.0
-        assert predicted["predicted_t_s_part"][row] == pytest.approx(want)
-        want = model.num_layers * times.r_layers[0][0] if times else 0.0
-        assert predicted["predicted_t_r_part"][row] == pytest.approx(want)
+        s_part = model.num_layers * costs.s_layer(rows) if rows else 0.0
+        assert predicted["predicted_t_s_part"][row] == pytest.approx(s_part)
+        read = load * 2 * model.kv_size * 2  # K and V, fp16
+        r_part = model.num_layers * (rates.call_s + read / rates.bytes_per_s) if rows else 0.0
+        assert predicted["predicted_t_r_part"][row] == pytest.approx(r_part)
     assert (predicted["predicted_t_step"] >= predicted["predicted_t_s_part"]).all()
 
 
