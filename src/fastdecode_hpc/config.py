@@ -15,6 +15,7 @@ from typing import Any
 
 DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 QUANTISED_DTYPES = ("int8", "int4")
+SCHEDULES = ("greedy", "load-stabilizing")
 WEIGHT_WORDS = ("auto", "equal")
 INT4_GROUP = 32  # values along head_dim that share a scale and a minimum
 
@@ -285,7 +286,7 @@ class RunConfig:
     schedule: str = _option(
         "greedy",
         "when prefilled sequences start to decode: as soon as they can, or so that the load of each step stays level",
-        choices=("greedy", "load-stabilizing"),
+        choices=SCHEDULES,
     )
     start_interval: int | None = _option(
         None, "load-stabilizing: steps from one micro-batch to the next; default: from batch size and lengths"

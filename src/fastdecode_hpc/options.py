@@ -6,13 +6,15 @@ import argparse
 import dataclasses
 import types
 import typing
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from fastdecode_hpc.config import ConfigError, RunConfig
 from fastdecode_hpc.host import parse_bytes
 from fastdecode_hpc.sequence import SamplingParams
 from fastdecode_hpc.signals import parse_duration
+
+_T = TypeVar("_T")
 
 SAMPLING_HELP = {
     "max_new_tokens": "most tokens to generate",
@@ -58,20 +60,20 @@ def add_sampling_options(group: Any) -> None:
     group.add_argument("--ignore-eos", action="store_true", help="go on after an end-of-sequence token")
 
 
-def size(text: str) -> int:
-    """Bytes from ``40G`` and the like, as a type of argparse."""
-    try:
-        return parse_bytes(text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+def as_type(parse: Callable[[str], _T]) -> Callable[[str], _T]:
+    """A function that raises `ConfigError`, as a type of argparse, which shows the message of its own error only."""
+
+    def parsed(text: str) -> _T:
+        try:
+            return parse(text)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return parsed
 
 
-def duration(text: str) -> float:
-    """Seconds from ``30m`` and the like, as a type of argparse."""
-    try:
-        return parse_duration(text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+size = as_type(parse_bytes)  # bytes from 40G and the like
+duration = as_type(parse_duration)  # seconds from 30m and the like
 
 
 def _plain_type(hint: Any) -> Any:

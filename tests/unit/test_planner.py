@@ -220,12 +220,12 @@ def test_workers_that_share_cores_take_turns():
 
 def test_a_shared_adapter_is_passed_one_by_one():
     clock = PipelineClock(make_profile(s_bytes_per_s=10.0), num_workers=2, num_slots=1)
-    visit = clock.post(0, np.array([10.0, 10.0]), np.array([5.0, 5.5]), np.array([10.0, 10.0]))
-    assert visit.arrived == pytest.approx([2.0, 2.0])
+    arrived = clock.post(0, np.array([10.0, 10.0]), np.array([5.0, 5.5]), np.array([10.0, 10.0]))
+    assert arrived == pytest.approx([2.0, 2.0])
     clock.wait(0)
     assert clock.s_free == pytest.approx(9.0)  # ended at 7 and 7.5, a second each
     half = PipelineClock(make_profile(switch_bytes_per_s=5.0), num_workers=2, num_slots=1)
-    assert half.post(0, np.array([10.0, 10.0]), np.zeros(2), np.zeros(2)).arrived == pytest.approx([4.0, 4.0])
+    assert half.post(0, np.array([10.0, 10.0]), np.zeros(2), np.zeros(2)) == pytest.approx([4.0, 4.0])
 
 
 def test_output_that_comes_later_does_not_hold_up_what_is_sent_before_it():

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastdecode_hpc.bench.cases import split_names
-from fastdecode_hpc.config import ConfigError, RunConfig, check_at_least, check_choice, split_kv_dtypes
+from fastdecode_hpc.config import SCHEDULES, ConfigError, RunConfig, check_at_least, check_choice, split_kv_dtypes
 from fastdecode_hpc.files import check_writable
 from fastdecode_hpc.launch import announce, detect, launch
 from fastdecode_hpc.options import add_run_options, run_config
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from fastdecode_hpc.transport.mpi import World
 
 FULL = 0.95  # of the most rows of a step: steps with fewer are the beginning or the end
-SCHEDULES = ("greedy", "load-stabilizing")
 KEYS = ("ranks", "schedule", "kv_dtype", "batch", "context", "new_tokens", "prompts", "round")
 UNITS = {
     "ranks": "1", "schedule": "text", "kv_dtype": "text", "batch": "1", "context": "tokens", "new_tokens": "tokens",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from fastdecode_hpc.config import ConfigError, RunConfig, check_at_least, split_kv_dtypes
 from fastdecode_hpc.files import check_writable
 from fastdecode_hpc.launch import announce, detect, launch
-from fastdecode_hpc.options import add_run_options, run_config
+from fastdecode_hpc.options import add_run_options, as_type, run_config
 
 if TYPE_CHECKING:
     from fastdecode_hpc.bench.schedule_session import ScheduleSession
@@ -45,7 +45,11 @@ def add_arguments(commands: Any) -> None:
         "--contexts", type=_numbers, default=[128, 512], metavar="N,...", help="tokens each (default: 128,512)"
     )
     parser.add_argument(
-        "--kv-dtypes", type=_kv_dtypes, default=["fp16"], metavar="TYPE,...", help="of the KV cache (default: fp16)"
+        "--kv-dtypes",
+        type=as_type(split_kv_dtypes),
+        default=["fp16"],
+        metavar="TYPE,...",
+        help="of the KV cache (default: fp16)",
     )
     parser.add_argument(
         "--prompts", type=_prompts, default=[(1, 64), (1, 256), (2, 256), (1, 1024), (8, 16)], metavar="NxLEN,...",
@@ -65,13 +69,6 @@ def _numbers(text: str) -> list[int]:
     if values[0] < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: numbers must be at least 1")
     return values
-
-
-def _kv_dtypes(text: str) -> list[str]:
-    try:
-        return split_kv_dtypes(text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _prompts(text: str) -> list[tuple[int, int]]:
@@ -111,7 +108,7 @@ def _check_enough(args: argparse.Namespace) -> None:
 
 def _run_rank(args: argparse.Namespace, run: RunConfig, world: World | None) -> int:
     from fastdecode_hpc.bench.schedule_session import ScheduleSession
-    from fastdecode_hpc.calibrate.measure import Calibration, measure_messages, measure_reading, merge
+    from fastdecode_hpc.calibrate.measure import Calibration, measure_messages, measure_reading
     from fastdecode_hpc.planner.profile import save_profile
 
     session = ScheduleSession(world)
@@ -128,8 +125,9 @@ def _run_rank(args: argparse.Namespace, run: RunConfig, world: World | None) -> 
         session.end()
         raise
     measured = Calibration(session, run, rounds=args.rounds, num_steps=args.steps).measure(points, prompts)
+    measured.links, measured.read_bandwidth = messages, reading
     session.end()
-    profile = _profile(args, run, session, merge(measured, messages, reading))
+    profile = _profile(args, run, session, measured)
     save_profile(args.output, profile)
     print(format_profile(profile))
     return 0

@@ -11,13 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from fastdecode_hpc.calibrate.samples import DecodePoint, DecodeSample
-from fastdecode_hpc.planner.costs import chunk_counts, row_bytes
+from fastdecode_hpc.planner.costs import chunk_counts, make_prompts, row_bytes
 from fastdecode_hpc.planner.curve import Curve
 from fastdecode_hpc.planner.profile import KVRates
 from fastdecode_hpc.schedule.kv_layout import KVLayout
 from fastdecode_hpc.schedule.prompts import cut_chunks
-from fastdecode_hpc.sequence import SamplingParams
-from fastdecode_hpc.sequence import Sequence as Seq
 
 Floats = npt.NDArray[np.float64]
 Samples = Mapping[DecodePoint, DecodeSample]
@@ -113,7 +111,7 @@ def fit_prompts(
     """
     columns, values = [], []
     for point, seconds in samples.items():
-        chunks = cut_chunks(_prompts(point), chunk_tokens)
+        chunks = cut_chunks(make_prompts([point.prompt_len] * point.num_prompts), chunk_tokens)
         counts = np.array([chunk_counts(chunk) for chunk in chunks], float).sum(axis=0)
         ended = [sum(piece.stop == point.prompt_len for piece in chunk) for chunk in chunks]
         heads = sum(head(count) for count in ended if count)
@@ -122,13 +120,6 @@ def fit_prompts(
     found = nonnegative_fit(np.array(columns), np.array(values))
     chunk_s, piece_s, token_s, pair_s = found.tolist()
     return chunk_s, piece_s, token_s, pair_s
-
-
-def _prompts(point: PromptPoint) -> list[Seq]:
-    return [
-        Seq(index, index, range(point.prompt_len), SamplingParams(), 2)  # type: ignore[arg-type]
-        for index in range(point.num_prompts)
-    ]
 
 
 def fit_link(messages: Sequence[tuple[int, float]]) -> tuple[float, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -120,8 +120,3 @@ def spread(values: Sequence[float]) -> float:
     """Quartile range over median."""
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return (high - low) / middle
-
-
-def merge(base: Measured, links: Mapping[int, list[tuple[int, float]]], reading: Mapping[int, float]) -> Measured:
-    """The same with what was measured outside of runs."""
-    return dataclasses.replace(base, links=dict(links), read_bandwidth=dict(reading))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 
@@ -30,15 +28,6 @@ class _Pipe:
         rest = np.cumsum(each[::-1])[::-1]  # of this message and all behind it
         self.free = max(self.free + float(rest[0]), float((starts + rest).max()))
         return self.free
-
-
-@dataclass(slots=True)
-class Visit:
-    """When the S-worker posted q, k, v, and each R-worker, ``[num_workers]``, got them and ended its attention."""
-
-    posted: float
-    arrived: Floats
-    ended: Floats
 
 
 class PipelineClock:
@@ -108,20 +97,24 @@ class PipelineClock:
         arrived = max(start + own, shared + float(self._latency[worker]))
         self.r_free[worker] = max(float(self.r_free[worker]), arrived) + seconds
 
-    def post(self, slot: int, qkv_bytes: Floats, r_part: Floats, out_bytes: Floats) -> Visit:
+    def post(self, slot: int, qkv_bytes: Floats, r_part: Floats, out_bytes: Floats) -> Floats:
         """The S-worker sends q, k, v; R-workers attend and send their output.
 
         Parameters
         ----------
         qkv_bytes, r_part, out_bytes : float arrays
             ``[num_workers]``; a worker without bytes has no rows.
+
+        Returns
+        -------
+        float array
+            When q, k, v are at each R-worker.
         """
-        posted = self.s_free
         arrived = self._arrivals(qkv_bytes)
         active = qkv_bytes > 0
         ended = self._attend(arrived, r_part, active)
         self._back[slot] = self._returns(slot, ended, out_bytes, active)
-        return Visit(posted, arrived, ended)
+        return arrived
 
     def _arrivals(self, qkv_bytes: Floats) -> Floats:
         if self.is_blocking:

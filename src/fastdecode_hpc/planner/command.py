@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastdecode_hpc.config import ConfigError, check_at_least, check_positive
+from fastdecode_hpc.config import SCHEDULES, ConfigError, check_at_least, check_positive
 from fastdecode_hpc.files import check_writable, write_json
 from fastdecode_hpc.options import add_run_options, duration, run_config, size
 
@@ -29,7 +29,6 @@ SIMULATE_OPTIONS = (
     "block_size",
     "kv_memory_bytes",
 )
-SCHEDULES = ("greedy", "load-stabilizing")
 LINKS = ("latency", "link_bandwidth", "s_bandwidth", "switch_bandwidth")
 MODEL_HELP = "as of generate, or a well-known shape: llama-2-7b, llama-2-13b, llama-3-8b, llama-3-70b, opt-175b, ..."
 

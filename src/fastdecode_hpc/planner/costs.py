@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,9 @@ import numpy.typing as npt
 from fastdecode_hpc.config import DTYPE_BYTES, ConfigError, ModelConfig, RunConfig
 from fastdecode_hpc.planner.profile import KVRates, Profile
 from fastdecode_hpc.schedule.kv_layout import KVLayout, LayerGroup, make_layout
-from fastdecode_hpc.schedule.prompts import Piece
+from fastdecode_hpc.schedule.prompts import Piece, cut_chunks
+from fastdecode_hpc.sequence import SamplingParams
+from fastdecode_hpc.sequence import Sequence as Prompt
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -43,6 +45,14 @@ def transfer_ratio(model: ModelConfig, layout: KVLayout, wire_dtype: str, contex
 def wire_row_bytes(model: ModelConfig, wire_dtype: str) -> int:
     """Bytes of q, k, v and o of one row in one layer."""
     return DTYPE_BYTES[wire_dtype] * (model.qkv_size + model.q_size)
+
+
+def make_prompts(lengths: Iterable[int]) -> list[Prompt]:
+    """Sequences with prompts of these lengths, of no tokens in particular."""
+    return [
+        Prompt(index, index, range(length), SamplingParams(), 2)  # type: ignore[arg-type]
+        for index, length in enumerate(lengths)
+    ]
 
 
 def chunk_counts(pieces: Sequence[Piece]) -> tuple[int, int, int, int]:
@@ -171,6 +181,11 @@ class Costs:
         heads = self.model.q_size / self.profile.model.q_size
         fixed = s_part.chunk_s + len(pieces) * s_part.chunk_piece_s
         return fixed + growing * self._layer_scale + pairs * s_part.chunk_pair_s * heads
+
+    def prompts_s(self, lengths: Iterable[int], chunk_tokens: int) -> float:
+        """Seconds of the S-Part for prompts of these lengths that are computed together, all layers."""
+        chunks = cut_chunks(make_prompts(lengths), chunk_tokens)
+        return self.model.num_layers * sum(map(self.chunk_s, chunks))
 
     def kv_bytes(self, num_tokens: int) -> int:
         """Bytes of the K and V of prompt tokens on the wire, one layer."""

@@ -14,8 +14,6 @@ from fastdecode_hpc.planner.profile import Profile
 from fastdecode_hpc.planner.steady import SteadyStep, steady_step
 from fastdecode_hpc.schedule.kv_layout import KVLayout
 from fastdecode_hpc.schedule.load_stabilizing import choose_interval
-from fastdecode_hpc.schedule.prompts import Piece
-from fastdecode_hpc.sequence import SamplingParams, Sequence
 from fastdecode_hpc.setup import KV_SHARE, num_parameters
 
 ENOUGH = 0.97  # of the most tokens/s that any batch gives: a larger batch than needed only adds latency
@@ -147,9 +145,10 @@ class Planner:
                 "least two ranks to plan for R-workers"
             )
         self.profile, self.model, self.config, self.wish = profile, model, config, wish
-        self.layout: KVLayout = Costs(profile, model, config, num_workers=1).layout
+        costs = Costs(profile, model, config, num_workers=1)
+        self.layout: KVLayout = costs.layout
         self._steps = max(1, wish.output_len - 1)  # decode steps of a sequence; its first token is prefill's
-        self._prompt_s = self._time_of_prompt()
+        self._prompt_s = costs.prompts_s([wish.prompt_len], config.prefill_chunk_tokens)
 
     def plan(self, max_workers: int = 16) -> Plan:
         """The best choice of each number of R-workers up to `max_workers`, and the one to take."""
@@ -282,14 +281,6 @@ class Planner:
             return None
         an_hour = self.wish.price_s + num_workers * self.wish.price_r
         return an_hour / (tokens_per_s * 3600) * 1e6
-
-    def _time_of_prompt(self) -> float:
-        """Seconds of the S-Part for one prompt, all layers."""
-        costs = Costs(self.profile, self.model, self.config, num_workers=1)
-        seq = Sequence(0, 0, range(self.wish.prompt_len), SamplingParams(), 1)  # type: ignore[arg-type]
-        chunk = self.config.prefill_chunk_tokens
-        pieces = [Piece(seq, at, min(at + chunk, self.wish.prompt_len)) for at in range(0, self.wish.prompt_len, chunk)]
-        return self.model.num_layers * sum(costs.chunk_s([piece]) for piece in pieces)
 
     def _nothing_fits(self, max_workers: int) -> str:
         need = self.layout.bytes_for(self.wish.length + 1)

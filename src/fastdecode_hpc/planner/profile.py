@@ -206,7 +206,7 @@ def _profile(values: TypedValues) -> Profile:
     return Profile(
         name=values.text("name", values.path.stem),
         source=source,
-        model=_model(values.inner("model")),
+        model=model_of(values.inner("model")),
         s_part=_build(SPartProfile, values.inner("s_part")),
         r_parts=tuple(_r_part(part) for part in parts),
         network=_build(NetworkProfile, values.inner("network")),
@@ -216,7 +216,14 @@ def _profile(values: TypedValues) -> Profile:
     )
 
 
-def _model(values: TypedValues) -> ModelConfig:
+def model_of(values: TypedValues) -> ModelConfig:
+    """The model whose fields stand in a JSON file.
+
+    Raises
+    ------
+    ConfigError
+        If one is missing or wrong.
+    """
     fields = {spec.name for spec in dataclasses.fields(ModelConfig)}
     given: dict[str, Any] = {name: value for name, value in values.items() if name in fields}
     given["eos_token_ids"] = values.ids("eos_token_ids")

@@ -13,8 +13,6 @@ from fastdecode_hpc.planner.costs import Costs, SlotTimes
 from fastdecode_hpc.planner.profile import Profile
 from fastdecode_hpc.planner.walk import Walk
 from fastdecode_hpc.schedule.pipeline import pipeline
-from fastdecode_hpc.schedule.prompts import Piece
-from fastdecode_hpc.sequence import SamplingParams, Sequence
 from fastdecode_hpc.timing import StepTimes
 
 
@@ -92,9 +90,6 @@ def _slot_times(costs: Costs, load: StepLoad, workers: list[int]) -> SlotTimes |
 
 
 def _prefill_s(costs: Costs, tokens: int, chunk_tokens: int) -> float:
-    """Seconds of prompts of so many tokens, all layers."""
-    seconds = 0.0
-    for start in range(0, tokens, chunk_tokens):
-        seq = Sequence(0, 0, range(min(chunk_tokens, tokens - start)), SamplingParams(), 1)  # type: ignore[arg-type]
-        seconds += costs.model.num_layers * costs.chunk_s([Piece(seq, 0, seq.prompt_len)])
-    return seconds
+    """Seconds of so many prompt tokens, which lie in whole chunks and a rest."""
+    chunks, rest = divmod(tokens, chunk_tokens)
+    return costs.prompts_s([chunk_tokens] * chunks + [rest] * (rest > 0), chunk_tokens)

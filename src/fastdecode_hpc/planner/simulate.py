@@ -14,7 +14,7 @@ from fastdecode_hpc.planner.walk import Walk
 from fastdecode_hpc.schedule.pipeline import Stage, pipeline
 from fastdecode_hpc.schedule.placement import Placement
 from fastdecode_hpc.schedule.prompts import GivenPrompts, PromptQueue, stage_share
-from fastdecode_hpc.schedule.scheduler import Scheduler, StepContent, make_scheduler
+from fastdecode_hpc.schedule.scheduler import Scheduler, make_scheduler
 from fastdecode_hpc.sequence import SamplingParams, Sequence
 from fastdecode_hpc.timing import StepTimes
 
@@ -152,21 +152,9 @@ class Simulation:
         if content is None:
             stopped.add(stage.slot)
             return
-        self._begin(stage, content)
-
-    def _begin(self, stage: Stage, content: StepContent) -> None:
-        batch, num_layers = content.batch, self.walk.num_layers
-        record = StepTimes(
-            stage.step,
-            stage.slot,
-            0.0,
-            num_rows=len(batch),
-            load_tokens=content.loads.total() // num_layers,
-            prefill_tokens=content.prefill_token_layers // num_layers,
-            rank_loads={rank: content.loads[rank] // num_layers for rank in self._placement.owners},
-        )
+        batch = content.batch
         times = self.costs.slot_times(batch.context_lens, batch.owners - 1) if len(batch) else None
-        self.walk.begin_step(stage, times, record)
+        self.walk.begin_step(stage, times, scheduler.begin_times(content, self.clock.s_free))
 
     def _take_tokens(self, stage: Stage, scheduler: Scheduler, result: SimulatedRun) -> None:
         batch = scheduler.batches[stage.slot]

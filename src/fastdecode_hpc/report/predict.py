@@ -6,19 +6,19 @@ import dataclasses
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
 import numpy.typing as npt
 
-from fastdecode_hpc.config import ConfigError, ModelConfig, RopeScaling, RunConfig
+from fastdecode_hpc.config import ConfigError, RunConfig
 from fastdecode_hpc.files import check_writable, partial_name, put_in_place
-from fastdecode_hpc.planner.profile import Profile
+from fastdecode_hpc.planner.profile import Profile, model_of
 from fastdecode_hpc.planner.replay import StepLoad, replay
 from fastdecode_hpc.report.reader import Report, open_report
 from fastdecode_hpc.report.schema import PREDICTED_UNITS, RUNNING
 from fastdecode_hpc.timing import StepTimes
+from fastdecode_hpc.typed_values import TypedValues
 
 Floats = npt.NDArray[np.float64]
 _LOADS = ("step", "slot", "num_rows", "prefill_tokens")
@@ -63,7 +63,8 @@ def write_predictions(path: Path, columns: Mapping[str, Floats], by: str, out: P
 
 def predicted_columns(report: Report, profile: Profile) -> dict[str, Floats]:
     """`PREDICTED_UNITS` for every row of ``/steps``."""
-    model, config = _model(report.attributes), _config(report.attributes)
+    told = TypedValues(report.path, report.attributes)
+    model, config = model_of(told.inner("model_config")), _config(told.inner("config"))
     steps = replay(profile, model, config, _loads(report))
     return {
         "predicted_t_s_part": np.array([step.t_s_part for step in steps]),
@@ -98,23 +99,9 @@ def _whole_steps(steps: list[StepTimes]) -> Floats:
     return np.array([lasts[step.step] for step in steps])
 
 
-def _model(attributes: Mapping[str, Any]) -> ModelConfig:
-    values = _known(ModelConfig, attributes.get("model_config"))
-    values["eos_token_ids"] = tuple(values.get("eos_token_ids") or ())
-    if values.get("rope_scaling"):
-        values["rope_scaling"] = RopeScaling(**values["rope_scaling"])
-    return ModelConfig(**values)
-
-
-def _config(attributes: Mapping[str, Any]) -> RunConfig:
-    return RunConfig(**_known(RunConfig, attributes.get("config")))
-
-
-def _known(cls: Any, values: Any) -> dict[str, Any]:
-    if not isinstance(values, dict):
-        raise ConfigError("the report does not have the model and the options of its run")
-    names = {spec.name for spec in dataclasses.fields(cls)}
-    return {name: value for name, value in values.items() if name in names}
+def _config(values: TypedValues) -> RunConfig:
+    names = {spec.name for spec in dataclasses.fields(RunConfig)}
+    return RunConfig(**{name: value for name, value in values.items() if name in names})
 
 
 def _write(file: h5py.File, columns: Mapping[str, Floats], by: str) -> None:

@@ -21,7 +21,7 @@ from fastdecode_hpc.s_part.wire import WireCast
 from fastdecode_hpc.schedule.mini_batch import MiniBatch
 from fastdecode_hpc.schedule.pipeline import Stage, pipeline
 from fastdecode_hpc.schedule.prompts import stage_share
-from fastdecode_hpc.schedule.scheduler import Scheduler, StepContent
+from fastdecode_hpc.schedule.scheduler import Scheduler
 from fastdecode_hpc.schedule.stall import StallGuard, describe_run
 from fastdecode_hpc.sequence import Sequence
 from fastdecode_hpc.timing import RankTimes, StageTimes, StepTimes, Stopwatch
@@ -199,7 +199,7 @@ class SWorker:
         if content is None:
             return StepPlan(PlanKind.STOP, stage.step)
         self._stall.check()
-        state.times = self._begin_times(stage, content)
+        state.times = self.scheduler.begin_times(content, self._now())
         batch = state.batch
         return StepPlan(
             PlanKind.RUN if batch.seqs else PlanKind.EMPTY,
@@ -210,18 +210,6 @@ class SWorker:
             new=_ints(content.new),
             finished=_ints(content.finished),
             segments=self.prefill.segments(content.units),
-        )
-
-    def _begin_times(self, stage: Stage, content: StepContent) -> StepTimes:
-        num_layers, owners = self.s_part.config.num_layers, self.scheduler.admission.placement.owners
-        return StepTimes(
-            stage.step,
-            stage.slot,
-            self._now(),
-            num_rows=len(content.batch),
-            load_tokens=content.loads.total() // num_layers,
-            prefill_tokens=content.prefill_token_layers // num_layers,
-            rank_loads={rank: content.loads[rank] // num_layers for rank in owners},
         )
 
     def _on_admitted(self, seq: Sequence) -> None:

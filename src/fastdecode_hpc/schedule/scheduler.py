@@ -14,6 +14,7 @@ from fastdecode_hpc.schedule.pipeline import Stage
 from fastdecode_hpc.schedule.placement import Placement
 from fastdecode_hpc.schedule.prompts import Prompts, Unit
 from fastdecode_hpc.sequence import Sequence
+from fastdecode_hpc.timing import StepTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,19 @@ class Scheduler:
         units = self.prompts.list_units(self._prefill_budget, lambda: self._admit(stage.step))
         loads = batch.loads_by_owner(self.layout)
         return StepContent(stage.step, batch, [seq.seq_id for seq in new], finished, units, loads)
+
+    def begin_times(self, content: StepContent, t_start: float) -> StepTimes:
+        """The record of a step that begins at `t_start`: what it holds, no times yet."""
+        num_layers, loads = self.layout.num_layers, content.loads
+        return StepTimes(
+            content.step,
+            content.batch.slot,
+            t_start,
+            num_rows=len(content.batch),
+            load_tokens=loads.total() // num_layers,
+            prefill_tokens=content.prefill_token_layers // num_layers,
+            rank_loads={rank: loads[rank] // num_layers for rank in self.admission.placement.owners},
+        )
 
     def _admit(self, step: int) -> Sequence | None:
         seq = self.admission.admit(step)
