@@ -16,7 +16,6 @@ over measured, round by round.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import statistics
 import subprocess
@@ -34,6 +33,7 @@ from fastdecode_hpc.planner.profile import load_profile
 from fastdecode_hpc.planner.shapes import SHAPES
 from fastdecode_hpc.planner.simulate import Simulation
 from fastdecode_hpc.planner.steady import steady_step
+from fastdecode_hpc.schedule.step_figures import step_latencies
 
 PROFILE = "a10-epyc7452"
 SOCKETS, BATCH = 8, 1024
@@ -99,19 +99,13 @@ def generation_rate(profile, model: str, batch: int) -> float:
 def latency_ratio(profile, model: str, length: int) -> float:
     """Median step of the schedule once it has settled, over the longest step of sequences that start together."""
     greedy = Simulation(profile, SHAPES[model], RunConfig(max_batch_size=BATCH), num_workers=SOCKETS, given_kv=True)
-    peak = max(step_latencies(greedy.run([Lengths(1, length - 1)] * BATCH)))
+    peak = max(step_latencies(greedy.run([Lengths(1, length - 1)] * BATCH).steps))
     config = RunConfig(max_batch_size=BATCH, schedule="load-stabilizing")
     level = Simulation(
         profile, SHAPES[model], config, num_workers=SOCKETS, given_kv=True, max_steps=length + length // 4
     )
-    settled = step_latencies(level.run([Lengths(1, length - 1)] * (3 * BATCH)))[length:]
+    settled = step_latencies(level.run([Lengths(1, length - 1)] * (3 * BATCH)).steps)[length:]
     return statistics.median(settled) / peak
-
-
-def step_latencies(result) -> list[float]:
-    """Seconds from each step's start to the next one's."""
-    starts = [step.t_start for step in result.steps if step.slot == 0]
-    return [after - before for before, after in itertools.pairwise(starts)]
 
 
 def report(points: list[Point], json_file: Path | None, case: str, **machine) -> None:

@@ -9,12 +9,11 @@ from fastdecode_hpc.bench.schedule_figures import (
     full_steps,
     peak_latency,
     running_median,
-    step_latencies,
-    step_loads,
     steps_between,
 )
 from fastdecode_hpc.bench.schedule_lives import load_bound, make_lengths, steady_window, total_rate
 from fastdecode_hpc.bench.schedule_session import Recording
+from fastdecode_hpc.schedule.step_figures import step_latencies, step_loads
 from fastdecode_hpc.timing import RankTimes, StepTimes
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fastdecode_hpc.schedule.bound import StageTimes, best_step_time
+from fastdecode_hpc.schedule.step_figures import step_latencies, step_loads
 from fastdecode_hpc.timing import StepTimes
 
 PEAK_STEPS = 9  # of which the median counts as a step's latency when the longest is looked for
@@ -122,11 +123,6 @@ def full_steps(steps: Sequence[StepTimes], num_rows: int) -> tuple[int, int]:
     return (min(full), max(full)) if full else (0, 0)
 
 
-def step_latencies(steps: Sequence[StepTimes]) -> npt.NDArray[np.float64]:
-    """Seconds from each step's start to the next one's: ``[num_steps - 1]``."""
-    return np.diff([step.t_start for step in sorted(steps, key=lambda step: step.step) if step.slot == 0])
-
-
 def peak_latency(windows: Sequence[Window]) -> float:
     """Longest step of runs that did the same, seconds.
 
@@ -137,14 +133,6 @@ def peak_latency(windows: Sequence[Window]) -> float:
     length = min(map(len, latencies))
     typical = np.median([one[:length] for one in latencies], axis=0)
     return float(running_median(typical, PEAK_STEPS).max())
-
-
-def step_loads(steps: Sequence[StepTimes]) -> npt.NDArray[np.int64]:
-    """Load of each step, all slots together: ``[num_steps]`` tokens."""
-    loads: dict[int, int] = defaultdict(int)
-    for step in steps:
-        loads[step.step] += step.load_tokens
-    return np.array([loads[step] for step in sorted(loads)])
 
 
 def running_median(values: npt.NDArray[np.float64], width: int) -> npt.NDArray[np.float64]:

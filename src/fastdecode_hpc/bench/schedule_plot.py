@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fastdecode_hpc import plot_style
-from fastdecode_hpc.bench.schedule_figures import PEAK_STEPS, running_median, step_latencies, step_loads
+from fastdecode_hpc.bench.schedule_figures import PEAK_STEPS, running_median
 from fastdecode_hpc.bench.schedule_session import Recording
 from fastdecode_hpc.plot_style import BLUE, ORANGE
+from fastdecode_hpc.schedule.step_figures import step_latencies, step_loads
 
 HEIGHT_CM = 12.0
 

@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from fastdecode_hpc.bench.figures import Figures, add_spread
 from fastdecode_hpc.bench.measure import Spread, ratios
-from fastdecode_hpc.bench.schedule_figures import step_latencies
 from fastdecode_hpc.bench.schedule_session import SETTLING_STEPS, Recording, ScheduleSession
 from fastdecode_hpc.config import RunConfig
+from fastdecode_hpc.schedule.step_figures import step_latencies
 
 PREFILL = "prefill"
 LONG_PROMPT = 4096

@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fastdecode_hpc.bench.schedule_figures import Window, step_latencies
+from fastdecode_hpc.bench.schedule_figures import Window
+from fastdecode_hpc.schedule.step_figures import step_latencies
 from fastdecode_hpc.timing import StepTimes
 
 

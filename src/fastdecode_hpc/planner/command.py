@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -201,12 +200,10 @@ def simulation_figures(simulation: Simulation, result: SimulatedRun) -> dict[str
     """Totals and means of a simulated run; seconds, tokens, shares."""
     import numpy as np
 
-    starts = np.array([step.t_start for step in result.steps if step.slot == 0])
-    step_s = np.diff(starts) if len(starts) > 1 else np.zeros(1)
+    from fastdecode_hpc.schedule.step_figures import step_latencies, step_loads
+
+    loads, latencies = step_loads(result.steps), step_latencies(result.steps)
     s_part, r_part = (sum(getattr(step, name) for step in result.steps) for name in ("t_s_part", "t_r_part"))
-    loads: Counter[int] = Counter()
-    for step in result.steps:
-        loads[step.step] += step.load_tokens
     prefill = sum(step.t_prefill for step in result.steps)
     wall = max(result.wall_s, 1e-12)
     return {
@@ -214,14 +211,14 @@ def simulation_figures(simulation: Simulation, result: SimulatedRun) -> dict[str
         "output_tokens": result.output_tokens,
         "wall_s": result.wall_s,
         "tokens_per_s": result.tokens_per_s,
-        "num_steps": len(starts),
-        "step_s_median": float(np.median(step_s)),
-        "step_s_peak": float(step_s.max()),
+        "num_steps": len(loads),
+        "step_s_median": float(np.median(latencies)) if len(latencies) else 0.0,
+        "step_s_peak": float(latencies.max(initial=0.0)),
         "s_part_share": s_part / wall,
         "r_part_share": r_part / wall,
         "prefill_share": prefill / wall,
         "wait_share": simulation.clock.t_wait / wall,
-        "peak_load_tokens": max(loads.values(), default=0),
+        "peak_load_tokens": int(loads.max(initial=0)),
     }
 
 
