@@ -20,6 +20,7 @@ from fastdecode_hpc.calibrate.samples import DecodePoint, DecodeSample, WorkerSa
 from fastdecode_hpc.config import ModelConfig
 from fastdecode_hpc.planner.curve import Curve
 from fastdecode_hpc.schedule.kv_layout import make_layout
+from fastdecode_hpc.schedule.row_tiles import TileSizes
 from fastdecode_hpc.timing import RankTimes, StepTimes
 
 MODEL = ModelConfig(100, 64, 128, num_layers=6, num_heads=4, num_kv_heads=2, head_dim=32, max_context_len=4096)
@@ -76,6 +77,12 @@ def test_curves_take_the_median_of_points_with_as_many_rows():
     }
     samples[DecodePoint("fp16", 64, 1)] = make_sample(32, 1, layer_s=5.0)
     assert fit_curve(samples, "layer_s") == Curve((8.0, 32.0), (2.0, 5.0))
+
+
+def test_curves_are_over_the_rows_that_are_computed():
+    samples = {DecodePoint("fp16", 2 * rows, 1): make_sample(rows, 1, layer_s=float(rows)) for rows in (5, 12, 20, 40)}
+    tiles = TileSizes((8, 16, 32))
+    assert fit_curve(samples, "layer_s", tiles) == Curve((8.0, 16.0, 32.0, 40.0), (5.0, 12.0, 20.0, 40.0))
 
 
 def test_what_prompts_take_is_found_and_their_logits_taken_off():

@@ -16,7 +16,7 @@ from fastdecode_hpc.s_part.weights import dummy_weights
 
 CPU = torch.device("cpu")
 ROWS = (torch.randn(32, 5, generator=torch.Generator().manual_seed(1)),)
-SIZES = (16, 24, 32, 64)
+SIZES = (4, 8, 16, 24, 32, 64)
 
 
 def small_change(x: Tensor) -> Tensor:
@@ -24,7 +24,7 @@ def small_change(x: Tensor) -> Tensor:
 
 
 def test_check_keeps_all_sizes_of_a_function_without_faults() -> None:
-    assert find_row_tiles("test", torch.square, ROWS, SIZES) == RowTiles((8, *SIZES))
+    assert find_row_tiles("test", torch.square, ROWS, SIZES) == RowTiles((2, *SIZES))
 
 
 def test_check_drops_a_row_count_that_rounds_differently() -> None:
@@ -42,6 +42,15 @@ def test_check_drops_a_row_count_with_one_odd_place() -> None:
         return out
 
     assert find_row_tiles("test", function, ROWS, SIZES) == RowTiles((8, 16, 32, 64))
+
+
+@pytest.mark.parametrize("num_rows", [2, 4, 8, 16])
+def test_the_smallest_base_is_taken_only_where_all_larger_sizes_agree_with_it(num_rows: int) -> None:
+    def function(x: Tensor) -> Tensor:
+        return small_change(x) if x.shape[0] <= num_rows else x.clone()
+
+    assert find_row_tiles("test", function, ROWS, SIZES).sizes[0] == 8
+    assert find_row_tiles("test", function, ROWS, (4, 8)).sizes == ((8,) if num_rows < 8 else (2, 4, 8))
 
 
 def test_check_takes_a_larger_base_where_eight_rows_differ_among_themselves() -> None:

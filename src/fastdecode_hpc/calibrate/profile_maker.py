@@ -20,11 +20,19 @@ from fastdecode_hpc.planner.profile import (
 )
 from fastdecode_hpc.planner.steady import steady_step
 from fastdecode_hpc.schedule.kv_layout import make_layout
+from fastdecode_hpc.schedule.row_tiles import TileSizes
 from fastdecode_hpc.setup import KV_SHARE, Setup
 
 
 def make_profile(
-    name: str, run: RunConfig, setup: Setup, measured: Measured, *, device: tuple[str, int], machine: Mapping[str, Any]
+    name: str,
+    run: RunConfig,
+    setup: Setup,
+    measured: Measured,
+    *,
+    device: tuple[str, int],
+    row_tiles: tuple[TileSizes, TileSizes],
+    machine: Mapping[str, Any],
 ) -> Profile:
     """Fit everything.
 
@@ -32,11 +40,17 @@ def make_profile(
     ----------
     device : (str, int)
         What the S-Part runs on, and the bytes of its own memory, 0 for none.
+    row_tiles : (TileSizes, TileSizes)
+        Row counts that layers run in, and logits.
     """
     model, samples = setup.model, measured.decode
-    head = fit_curve(samples, "head_s")
+    layer_tiles, head_tiles = row_tiles
+    head = fit_curve(samples, "head_s", head_tiles)
     chunk_s, piece_s, token_s, pair_s = fit_prompts(
-        measured.prompts, head, num_layers=model.num_layers, chunk_tokens=run.prefill_chunk_tokens
+        measured.prompts,
+        lambda rows: head(head_tiles.padded(rows)),
+        num_layers=model.num_layers,
+        chunk_tokens=run.prefill_chunk_tokens,
     )
     kv_dtypes = dict.fromkeys(point.kv_dtype for point in samples)
     layouts = {t: make_layout(model, block_size=run.block_size, kv_dtype=t) for t in kv_dtypes}
@@ -65,8 +79,10 @@ def make_profile(
         s_part=SPartProfile(
             name=device[0],
             memory_bytes=device[1],
-            layer=fit_curve(samples, "layer_s"),
+            layer=fit_curve(samples, "layer_s", layer_tiles),
             head=head,
+            layer_tiles=layer_tiles.sizes,
+            head_tiles=head_tiles.sizes,
             turn=fit_curve(samples, "turn_s"),
             stage=fit_curve(samples, "stage_s"),
             chunk_s=chunk_s,

@@ -12,6 +12,7 @@ from fastdecode_hpc.config import DTYPE_BYTES, ConfigError, ModelConfig, RunConf
 from fastdecode_hpc.planner.profile import KVRates, Profile
 from fastdecode_hpc.schedule.kv_layout import KVLayout, LayerGroup, make_layout
 from fastdecode_hpc.schedule.prompts import Piece, cut_chunks
+from fastdecode_hpc.schedule.row_tiles import TileSizes
 from fastdecode_hpc.sequence import SamplingParams
 from fastdecode_hpc.sequence import Sequence as Prompt
 
@@ -131,14 +132,16 @@ class Costs:
         self._pair_s = np.array([rates.pair_s for rates in self._rates])
         self._layer_scale = layer_weights(model) / layer_weights(profile.model)
         self._head_scale = head_weights(model) / head_weights(profile.model)
+        self._layer_tiles = TileSizes(profile.s_part.layer_tiles)
+        self._head_tiles = TileSizes(profile.s_part.head_tiles)
         wire_bytes = DTYPE_BYTES[config.wire_dtype]
         self._qkv_row_bytes, self._out_row_bytes = wire_bytes * model.qkv_size, wire_bytes * model.q_size
         self._kv_token_bytes = wire_bytes * 2 * model.kv_size
 
     def s_layer(self, num_rows: int) -> float:
         """Seconds of both halves of a layer."""
-        s_part = self.profile.s_part
-        return s_part.launch_s + max(0.0, s_part.layer(num_rows) - s_part.launch_s) * self._layer_scale
+        s_part, rows = self.profile.s_part, self._layer_tiles.padded(num_rows)
+        return s_part.launch_s + max(0.0, s_part.layer(rows) - s_part.launch_s) * self._layer_scale
 
     def slot_times(self, context_lens: Ints, workers: Ints) -> SlotTimes:
         """Times of one step of a slot.
@@ -172,7 +175,7 @@ class Costs:
 
     def head_s(self, num_rows: int) -> float:
         """Seconds of logits and sampling."""
-        return self.profile.s_part.head(num_rows) * self._head_scale
+        return self.profile.s_part.head(self._head_tiles.padded(num_rows)) * self._head_scale
 
     def chunk_s(self, pieces: Sequence[Piece]) -> float:
         """Seconds of a chunk of prompts in one layer."""

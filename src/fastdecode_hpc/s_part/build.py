@@ -11,6 +11,7 @@ import torch
 
 from fastdecode_hpc.config import ConfigError, ModelConfig, RunConfig
 from fastdecode_hpc.s_part.model import SPart
+from fastdecode_hpc.s_part.products import pack_weights
 from fastdecode_hpc.s_part.weights import checkpoint_dtype, dummy_weights, load_weights
 from fastdecode_hpc.s_part.wire import TORCH_DTYPES
 
@@ -59,6 +60,7 @@ def build_s_part(
     else:
         first = run.num_layers is not None
         weights = load_weights(path, model, dtype=dtype, device=device, first_layers=first, progress=progress)
+    pack_weights(weights)
     logger.info("weights ready in %.1f s", time.perf_counter() - started)
     invariant = device.type == "cpu" if run.batch_invariant is None else run.batch_invariant
     return SPart(model, weights, device=device, dtype=dtype, batch_invariant=invariant, max_positions=max_context_len)

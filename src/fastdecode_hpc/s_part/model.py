@@ -13,13 +13,14 @@ from torch import Tensor
 
 from fastdecode_hpc.config import ModelConfig
 from fastdecode_hpc.s_part import layers
+from fastdecode_hpc.s_part.products import linear
 from fastdecode_hpc.s_part.row_tiles import BASE_SIZES, RowTiles, find_row_tiles
 from fastdecode_hpc.s_part.weights import Weights
 
-LAYER_TILES = (8, 16, 32, 64, 128, 256)
+LAYER_TILES = (4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Row counts tried for the halves of a layer."""
 
-HEAD_TILES = (8, 16, 32, 64, 128)
+HEAD_TILES = (4, 8, 16, 24, 32, 48, 64, 96, 128)
 """Row counts tried for the logits: few, because the head is by far the largest product to check."""
 
 
@@ -136,21 +137,21 @@ class SPart:
     def _pre_attention(self, layer: int, hidden: Tensor, positions: Tensor) -> Tensor:
         weights, config = self.weights.layers[layer], self.config
         normed = layers.rms_norm(hidden, weights.attention_norm, config.rms_norm_eps)
-        qkv = F.linear(normed, weights.qkv, weights.qkv_bias)
+        qkv = linear(normed, weights.qkv, weights.qkv_bias)
         qk = qkv[:, : config.q_size + config.kv_size].unflatten(-1, (-1, config.head_dim))
         layers.rotate_(qk, self._rope[positions])
         return qkv
 
     def _post_attention(self, layer: int, hidden: Tensor, o: Tensor) -> Tensor:
         weights = self.weights.layers[layer]
-        hidden = hidden + F.linear(o.to(self.dtype), weights.output, weights.output_bias)
+        hidden = hidden + linear(o.to(self.dtype), weights.output, weights.output_bias)
         normed = layers.rms_norm(hidden, weights.mlp_norm, self.config.rms_norm_eps)
-        gate_up = F.linear(normed, weights.gate_up, weights.gate_up_bias)
-        return hidden + F.linear(layers.swiglu(gate_up), weights.down, weights.down_bias)
+        gate_up = linear(normed, weights.gate_up, weights.gate_up_bias)
+        return hidden + linear(layers.swiglu(gate_up), weights.down, weights.down_bias)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         normed = layers.rms_norm(hidden, self.weights.final_norm, self.config.rms_norm_eps)
-        return F.linear(normed, self.weights.lm_head).float()
+        return linear(normed, self.weights.lm_head).float()
 
     def _check_tiles(self) -> tuple[RowTiles, RowTiles]:
         """Row counts that are safe here for both halves of a layer, and for the logits.

@@ -18,6 +18,7 @@ from torch import Tensor
 from fastdecode_hpc.config import ModelConfig
 from fastdecode_hpc.s_part.margins import choice_margin
 from fastdecode_hpc.s_part.model import SPart
+from fastdecode_hpc.s_part.products import unpacked
 from fastdecode_hpc.s_part.sampler import Sampled, choose, pack, random_numbers, unpack
 from fastdecode_hpc.s_part.weights import LayerWeights, Weights
 from fastdecode_hpc.sequence import Sequence
@@ -167,7 +168,9 @@ def _blocks(total: int, size: int) -> Iterator[slice]:
 
 def _as_float32(weights: Weights) -> Weights:
     """The same weights in float32; layers only as long as they are used."""
-    return Weights(weights.embedding, _Layers(weights.layers), weights.final_norm.float(), weights.lm_head.float())
+    return Weights(
+        weights.embedding, _Layers(weights.layers), weights.final_norm.float(), unpacked(weights.lm_head).float()
+    )
 
 
 class _Layers(Ordered[LayerWeights]):
@@ -189,4 +192,4 @@ class _Layers(Ordered[LayerWeights]):
 
 
 def _float32(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.float()
+    return None if x is None else unpacked(x).float()

@@ -53,6 +53,10 @@ class LayerWeights:
     down: Tensor  # [hidden_size, intermediate_size]
     down_bias: Tensor | None
 
+    def matrices(self) -> list[str]:
+        """Names of what rows are multiplied with."""
+        return [name for name in self.__slots__ if (value := getattr(self, name)) is not None and value.ndim == 2]
+
     def tensors(self) -> list[Tensor]:
         """All tensors that are there."""
         values = (getattr(self, name) for name in self.__slots__)
