@@ -315,6 +315,7 @@ def num_parameters(model: ModelConfig) -> int:
 
 
 def weights_on_host(run: RunConfig, model: ModelConfig, device: str) -> int:
-    """Bytes of host memory that the weights will take."""
+    """Bytes of host memory that the weights will take; a head that is the embedding is there twice, packed and not."""
     dtype = "fp32" if run.dtype == "auto" else run.dtype
-    return 0 if device != "cpu" else num_parameters(model) * DTYPE_BYTES[dtype]
+    tied_head = model.vocab_size * model.hidden_size if model.tie_embeddings else 0
+    return 0 if device != "cpu" else (num_parameters(model) + tied_head) * DTYPE_BYTES[dtype]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastdecode_hpc.config import ModelConfig
+from fastdecode_hpc.config import ModelConfig, RunConfig
 from fastdecode_hpc.s_part import products
 from fastdecode_hpc.s_part.model import SPart
 from fastdecode_hpc.s_part.products import linear, pack, pack_weights, unpacked
 from fastdecode_hpc.s_part.weights import dummy_weights
+from fastdecode_hpc.setup import weights_on_host
 
 CPU = torch.device("cpu")
 MODEL = ModelConfig(100, 64, 96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, max_context_len=64)
@@ -44,20 +45,21 @@ def test_rows_may_be_a_view():
         assert torch.allclose(linear(x, weight), x @ unpacked(weight).T, atol=1e-5)
 
 
-def test_all_matrices_of_a_model_are_packed_but_a_tied_head():
+def test_all_matrices_of_a_model_are_packed_and_of_a_tied_head_a_copy():
     for tied in (False, True):
         config = ModelConfig(100, 64, 96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, max_context_len=64,
                              tie_embeddings=tied)  # fmt: skip
         weights = dummy_weights(config, dtype=torch.float32, device=CPU)
         size_bytes = weights.size_bytes
         pack_weights(weights)
-        assert weights.size_bytes == size_bytes
-        assert not weights.embedding.is_mkldnn
-        assert (weights.lm_head is weights.embedding) == tied
         can_pack = pack(random(2, 2)).is_mkldnn
+        assert weights.size_bytes == size_bytes + (weights.embedding.nbytes if tied and can_pack else 0)
+        norms = weights.final_norm.nbytes * (1 + 2 * config.num_layers)
+        assert weights_on_host(RunConfig(), config, "cpu") == weights.size_bytes - norms or not can_pack
+        assert not weights.embedding.is_mkldnn
         assert all(getattr(layer, name).is_mkldnn == can_pack for layer in weights.layers for name in layer.matrices())
         assert weights.layers[0].matrices() == ["qkv", "output", "gate_up", "down"]
-        assert tied or weights.lm_head.is_mkldnn == can_pack
+        assert weights.lm_head.is_mkldnn == can_pack
 
 
 def test_without_the_operator_weights_stay_as_they_are(monkeypatch):

@@ -94,7 +94,7 @@ class LlamaServer:
         self._server = xllamacpp.Server(params)
         self._prompt, self._num_slots, self._num_steps = prompt, num_slots, num_steps
         self._pool = ThreadPoolExecutor(num_slots)
-        self.prefill_tokens_per_s = float(self._complete(0, 1)["timings"]["prompt_per_second"])
+        self.prefill_tokens_per_s = float(self._complete(0, 1)["prompt_per_second"])
         self._do(0, "save")
         for slot in range(1, num_slots):
             self._do(slot, "restore")
@@ -114,12 +114,8 @@ class LlamaServer:
         Each slot says how long its tokens took after the first one; what is left of the prompt then, its last
         token, is not in it. Slots start at most some steps apart.
         """
-        timings = [answer["timings"] for answer in self._complete_all(self._num_steps + 1)]
+        timings = self._complete_all(self._num_steps + 1)
         return float(sum((timing["predicted_n"] - 1) / timing["predicted_ms"] * 1e3 for timing in timings))
-
-    def tokens(self) -> list[int]:
-        """What follows the prompt, as many as a window's."""
-        return list(self._complete(0, self._num_steps)["tokens"])
 
     def _complete_all(self, num_tokens: int) -> list[dict[str, Any]]:
         return list(self._pool.map(lambda slot: self._complete(slot, num_tokens), range(self._num_slots)))
@@ -133,12 +129,11 @@ class LlamaServer:
                 "cache_prompt": True,
                 "ignore_eos": True,
                 "temperature": 0,
-                "return_tokens": True,
             }
         )
         if "timings" not in answer:
             raise ConfigError(f"llama.cpp refused the prompt: {answer}")
-        return dict(answer)
+        return dict(answer["timings"])
 
 
 def compare_decode(case: DecodeCase) -> Figures:

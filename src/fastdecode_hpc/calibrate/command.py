@@ -218,4 +218,5 @@ def format_profile(profile: Profile) -> str:
         f"{entry['relative_error']:+7.1%} {entry['spread']:6.1%}"
         for entry in profile.residuals["steps"]
     ]
+    lines += [f"note: {note}" for note in profile.notes]
     return "\n".join(lines)

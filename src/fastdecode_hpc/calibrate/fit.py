@@ -18,6 +18,8 @@ from fastdecode_hpc.schedule.kv_layout import KVLayout
 from fastdecode_hpc.schedule.prompts import cut_chunks
 from fastdecode_hpc.schedule.row_tiles import TileSizes
 
+NO_BYTES_RATE = 1e15  # bytes/s of a fit in which bytes take no time
+
 Floats = npt.NDArray[np.float64]
 Samples = Mapping[DecodePoint, DecodeSample]
 
@@ -93,7 +95,7 @@ def fit_rates(samples: Samples, worker: int, layouts: Mapping[str, KVLayout]) ->
         ]
         columns = np.array([_attention_columns(sample, worker, layout) for sample in mine])
         call_s, pair_s, byte_s = nonnegative_fit(columns, np.array([s.workers[worker].layer_s for s in mine]))
-        rates[kv_dtype] = KVRates(1.0 / max(byte_s, 1e-15), float(call_s), float(pair_s))
+        rates[kv_dtype] = KVRates(min(1.0 / max(byte_s, 1e-30), NO_BYTES_RATE), float(call_s), float(pair_s))
     return rates
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastdecode_hpc.calibrate.fit import fit_curve, fit_link, fit_prompts, fit_rates, fit_worker_curve
+from fastdecode_hpc.calibrate.fit import NO_BYTES_RATE, fit_curve, fit_link, fit_prompts, fit_rates, fit_worker_curve
 from fastdecode_hpc.calibrate.measure import Measured
 from fastdecode_hpc.config import ModelConfig, RunConfig
 from fastdecode_hpc.planner.profile import (
@@ -94,7 +94,18 @@ def make_profile(
         network=NetworkProfile(s_bytes_per_s=max(part.link_bytes_per_s for part in parts)),
         machine=machine,
     )
-    return _with_residuals(profile, run, measured)
+    return _with_residuals(dataclasses.replace(profile, notes=doubts(parts)), run, measured)
+
+
+def doubts(parts: Sequence[RPartProfile]) -> tuple[str, ...]:
+    """What the fit could not tell."""
+    return tuple(
+        f"R-worker {worker}, {kv_dtype}: attention took no longer for more KV, so that its rate is unknown; calibrate "
+        "with longer --contexts"
+        for worker, part in enumerate(parts)
+        for kv_dtype, rates in part.rates.items()
+        if rates.bytes_per_s >= NO_BYTES_RATE
+    )
 
 
 def _with_residuals(profile: Profile, run: RunConfig, measured: Measured) -> Profile:

@@ -36,7 +36,8 @@ class SPartProfile:
     layer_tiles, head_tiles : tuple of int
         Row counts that the program runs these in, others being padded to them; none: any count.
     turn : Curve
-        Rows of a mini-batch to seconds between two steps of a slot beside that: tokens, plan, reports.
+        Rows of a mini-batch to seconds between two steps of a slot beside that: tokens, plan, reports, and what the
+        first layers take longer than the others, with caches full of the head.
     stage : Curve
         Rows to seconds of a stage outside of its body: the loop, posting messages.
     chunk_s, chunk_piece_s, chunk_token_s, chunk_pair_s : float

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from fastdecode_hpc.config import ConfigError, ModelConfig, RunConfig
+from fastdecode_hpc.host import keep_freed_memory
 from fastdecode_hpc.s_part.model import SPart
 from fastdecode_hpc.s_part.products import pack_weights
 from fastdecode_hpc.s_part.weights import checkpoint_dtype, dummy_weights, load_weights
@@ -61,6 +62,7 @@ def build_s_part(
         first = run.num_layers is not None
         weights = load_weights(path, model, dtype=dtype, device=device, first_layers=first, progress=progress)
     pack_weights(weights)
+    keep_freed_memory()  # only now: the weights as they were read are given back
     logger.info("weights ready in %.1f s", time.perf_counter() - started)
     invariant = device.type == "cpu" if run.batch_invariant is None else run.batch_invariant
     return SPart(model, weights, device=device, dtype=dtype, batch_invariant=invariant, max_positions=max_context_len)

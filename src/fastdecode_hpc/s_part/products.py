@@ -55,13 +55,12 @@ def unpacked(weight: Tensor) -> Tensor:
 def pack_weights(weights: Weights) -> None:
     """Pack all matrices in place, one after the other: one is in memory twice at a time.
 
-    A head that is the embedding stays as it is, as rows of it are looked up.
+    Of a head that is the embedding, whose rows are looked up, the packed one is a copy.
     """
     for layer in weights.layers:
         for name in layer.matrices():
             setattr(layer, name, pack(getattr(layer, name)))
-    if weights.lm_head is not weights.embedding:
-        weights.lm_head = pack(weights.lm_head)
+    weights.lm_head = pack(weights.lm_head)
 
 
 @cache
