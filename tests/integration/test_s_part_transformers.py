@@ -48,27 +48,33 @@ class DenseDecoder:
     def _forward(self, token_ids: list[int], *, is_decode: bool) -> Tensor:
         s_part, config, start = self.s_part, self.config, self.context_len
         positions = torch.arange(start, start + len(token_ids))
-        hidden = s_part.embed(torch.tensor(token_ids))
+        hidden = s_part.embed(torch.tensor(token_ids), positions)
         for layer in range(config.num_layers):
             qkv = s_part.pre_attention(layer, hidden, positions)
             q, k, v = qkv.split([config.q_size, config.kv_size, config.kv_size], dim=1)
             k = self.keys[layer] = torch.cat((self.keys[layer], k.float()))
             v = self.values[layer] = torch.cat((self.values[layer], v.float()))
-            o = plain_attention(config, q, k, v) if is_decode else s_part.prefill_attention(layer, q, k, v, start)
+            o = (
+                plain_attention(config, layer, q, k, v)
+                if is_decode
+                else s_part.prefill_attention(layer, q, k, v, start)
+            )
             hidden = s_part.post_attention(layer, hidden, o)
         self.context_len += len(token_ids)
         return s_part.logits(hidden)
 
 
-def plain_attention(config: ModelConfig, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q k / sqrt(d)) v of the newest token, head by head in float64."""
-    window = config.sliding_window or k.shape[0]
+def plain_attention(config: ModelConfig, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """softmax(q k / sqrt(d)) v of the newest token, head by head in float64, scaled and capped as the model says."""
+    window, cap = config.window_of(layer) or k.shape[0], config.attention_softcap
+    scale = config.attention_scale or 1 / np.sqrt(config.head_dim)
     shape = (-1, config.num_kv_heads, config.head_dim)
     keys, values = (x[-window:].reshape(shape).double().numpy() for x in (k, v))
     group = config.num_heads // config.num_kv_heads
     heads = []
     for head, query in enumerate(q.reshape(config.num_heads, config.head_dim).double().numpy()):
-        scores = keys[:, head // group] @ query / np.sqrt(config.head_dim)
+        scores = keys[:, head // group] @ query * scale
+        scores = scores if cap is None else cap * np.tanh(scores / cap)
         weights = np.exp(scores - scores.max())
         heads.append(weights @ values[:, head // group] / weights.sum())
     return torch.from_numpy(np.concatenate(heads)[None])

@@ -8,7 +8,7 @@ import torch
 
 from fastdecode_hpc.config import ConfigError, ModelConfig, RopeScaling
 from fastdecode_hpc.s_part.gguf_file import GGUFFile
-from fastdecode_hpc.s_part.layers import rope_frequencies, scale_frequencies
+from fastdecode_hpc.s_part.rope import rope_frequencies, scale_frequencies
 from fastdecode_hpc.typed_values import TypedValues
 
 
@@ -22,13 +22,14 @@ def with_gguf_scaling(file: GGUFFile, config: ModelConfig) -> ModelConfig:
     ConfigError
         If none does.
     """
-    divisors = file.rope_divisors(config.head_dim // 2)
+    divisors = file.rope_divisors(config.rotated // 2)
     if divisors is None or bool((divisors == 1).all()):
         return config
     frequencies = rope_frequencies(dataclasses.replace(config, rope_scaling=None))
     if config.rope_scaling is None:
         values = TypedValues(file.path, file.header.metadata)
-        for original in (values.whole("llama.rope.scaling.original_context_length", 0) or 8192, 8192):
+        key = f"{values.text('general.architecture', '')}.rope.scaling.original_context_length"
+        for original in (values.whole(key, 0) or 8192, 8192):
             scaling = RopeScaling("llama3", float(divisors.max()), 1.0, 4.0, original)
             if torch.allclose(frequencies / divisors, scale_frequencies(frequencies, scaling), rtol=1e-4, atol=0):
                 return dataclasses.replace(config, rope_scaling=scaling)
