@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,14 @@ from safetensors.torch import load_file, save_file
 
 from fastdecode_hpc.config import ConfigError, ModelConfig, RopeScaling
 from fastdecode_hpc.s_part import rope
-from fastdecode_hpc.s_part.weights import Weights, checkpoint_dtype, load_weights, read_model_config
+from fastdecode_hpc.s_part.weights import (
+    LayerWeights,
+    Weights,
+    checkpoint_dtype,
+    load_weights,
+    read_model_config,
+)
+from gguf_twins import GGUF_CASES, write_twin
 from load_peak import measure_load_peak, random_state_dict
 from tiny_models import make_checkpoint
 
@@ -124,6 +132,36 @@ def test_gguf_equals_its_safetensors_twin(
     assert all(torch.equal(ours, expected) for ours, expected in pairs)
 
 
+@pytest.mark.parametrize("name", GGUF_CASES)
+def test_every_form_equals_its_safetensors_twin(tmp_path: Path, name: str) -> None:
+    family, overrides = GGUF_CASES[name]
+    config = write_twin(make_checkpoint(tmp_path, family, **overrides), tmp_path / "model.gguf")
+    ours = read_model_config(tmp_path / "model.gguf")
+    assert rounded(ours, norm=config.norm) == rounded(config)
+    added = 1.0 if config.norm != ours.norm else 0.0  # the file keeps weights of norms that are kept less 1 elsewhere
+    names = [*LayerWeights.__slots__]
+    for mine, theirs in zip(load(tmp_path / "model.gguf").layers, load(tmp_path).layers, strict=True):
+        for field in names:
+            expected = getattr(theirs, field)
+            expected = expected + added if field.endswith("norm") and expected is not None else expected
+            assert (getattr(mine, field) is None) == (expected is None), field
+            assert expected is None or torch.equal(getattr(mine, field), expected), field
+
+
+def rounded(config: ModelConfig, **changes: object) -> dict[str, Any]:
+    """The fields of a model, numbers as float32 keeps them; a scale of scores in full."""
+    values = dataclasses.asdict(config) | {"attention_scale": config.score_scale, "eos_token_ids": (2,)} | changes
+    return as_float32(values)
+
+
+def as_float32(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: as_float32(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_float32(item) for item in value]
+    return float(np.float32(value)) if isinstance(value, float) else value
+
+
 def test_rows_of_q_and_k_are_permuted_in_the_file(tmp_path: Path) -> None:
     rows = np.arange(16.0)[:, None]
     assert interleave(rows, 2)[:8, 0].tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
@@ -139,8 +177,6 @@ Twin = tuple[Path, ModelConfig, dict[str, np.ndarray]]
 
 
 def test_config_of_gguf_equals_the_twins(twin: Twin) -> None:
-    import dataclasses
-
     path, config, tensors = twin
     write_gguf(path, config, tensors, {})
     ours = read_model_config(path)

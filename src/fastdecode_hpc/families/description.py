@@ -130,10 +130,23 @@ class WeightNames:
 
 @dataclass(frozen=True, slots=True)
 class GGUFForm:
-    """How llama.cpp keeps a family."""
+    """How llama.cpp keeps a family.
+
+    Attributes
+    ----------
+    architecture : str
+    names : WeightNames
+    values : mapping
+        Fields of `ModelConfig` that are otherwise here than the family has them.
+    scaled_by_width : int
+        A number of layers: the model of so many scales scores by ``(hidden_size / heads) ** -0.5``, which its file
+        doesn't say.
+    """
 
     architecture: str
     names: WeightNames
+    values: Mapping[str, Any] = field(default_factory=dict)
+    scaled_by_width: int = 0
 
 
 @dataclass(frozen=True)

@@ -67,8 +67,10 @@ _GGUF_NAMES = WeightNames(
     router="ffn_gate_inp",
     mlp_inputs=("ffn_gate", "ffn_up"),
     down="ffn_down",
-    ignored=("rope_freqs.weight",),
+    ignored=("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"),
 )
+_GGUF_PERMUTED = replace(_GGUF_NAMES, permuted_qk=True)
+_GGUF_FUSED_UP = replace(_GGUF_NAMES, qkv=("attn_qkv",), mlp_inputs=("ffn_up",))
 _GGUF_UP = replace(_GGUF_NAMES, mlp_inputs=("ffn_up",))
 _GGUF_EXPERTS = replace(_GGUF_NAMES, mlp_inputs=("ffn_gate_exps", "ffn_up_exps"), down="ffn_down_exps")
 
@@ -86,7 +88,7 @@ FAMILIES = (
     Family(
         "llama", "LlamaForCausalLM", "Llama 1/2/3, SmolLM2, TinyLlama, Yi",
         {**_llama_like(), **_ALL_ATTENTION_BIASES, **_MLP_BIAS},
-        gguf=GGUFForm("llama", replace(_GGUF_NAMES, permuted_qk=True)),
+        gguf=GGUFForm("llama", _GGUF_PERMUTED),
     ),
     Family(
         "mistral", "MistralForCausalLM", "Mistral 7B, Nemo, Small",
@@ -101,6 +103,7 @@ FAMILIES = (
             mlp_inputs=("block_sparse_moe.experts.{}.w1", "block_sparse_moe.experts.{}.w3"),
             down="block_sparse_moe.experts.{}.w2",
         ),
+        gguf=GGUFForm("llama", replace(_GGUF_EXPERTS, permuted_qk=True)),
     ),
     Family(
         "qwen2", "Qwen2ForCausalLM", "Qwen2, Qwen2.5",
@@ -134,6 +137,7 @@ FAMILIES = (
         _llama_like(1e-5, max_positions=4096), window=Window(),
         rotary=Rotary(share_key="partial_rotary_factor", longrope_names=("longrope", "su", "yarn")),
         names=WeightNames(qkv=("self_attn.qkv_proj",), mlp_inputs=("mlp.gate_up_proj",)),
+        gguf=GGUFForm("phi3", _GGUF_FUSED_UP),
     ),
     Family(
         "olmo2", "Olmo2ForCausalLM", "OLMo 2",
@@ -147,6 +151,7 @@ FAMILIES = (
             "embedding_scale": Key("embedding_multiplier", 1.0), "residual_scale": Key("residual_multiplier", 1.0),
             "attention_scale": Key("attention_multiplier", 1.0), "logit_divisor": Key("logits_scaling", 1.0),
         },
+        gguf=GGUFForm("granite", _GGUF_PERMUTED),
     ),
     Family(
         "starcoder2", "Starcoder2ForCausalLM", "StarCoder2",
@@ -164,6 +169,7 @@ FAMILIES = (
         "gemma", "GemmaForCausalLM", "Gemma 1",
         {**_GEMMA, "activation": Key("hidden_act", "gelu_pytorch_tanh", {**_ACTIVATIONS, "gelu": "gelu-tanh"})},
         computed={"use_bidirectional_attention": (False,)},
+        gguf=GGUFForm("gemma", _GGUF_NAMES, {"norm": "rms"}),
     ),
     Family(
         "gemma2", "Gemma2ForCausalLM", "Gemma 2",
@@ -176,6 +182,7 @@ FAMILIES = (
         },
         window=Window(default=4096, period=Key("", 2)), names=_BOTH_NORMS,
         computed={"use_bidirectional_attention": (False,)},
+        gguf=GGUFForm("gemma2", _GGUF_NAMES, {"norm": "rms"}, scaled_by_width=46),
     ),
     Family(
         "gemma3_text", "Gemma3ForCausalLM", "Gemma 3 (text)",
@@ -190,6 +197,7 @@ FAMILIES = (
         rotary=Rotary(theta=1e6, windowed_theta=10000.0),
         window=Window(default=4096, period=Key("sliding_window_pattern", 6)), names=_BOTH_NORMS,
         computed={"use_bidirectional_attention": (False,)},
+        gguf=GGUFForm("gemma3", _GGUF_NAMES, {"norm": "rms"}, scaled_by_width=62),
     ),
     Family(
         "gpt_neox", "GPTNeoXForCausalLM", "Pythia, GPT-NeoX-20B",
@@ -207,6 +215,7 @@ FAMILIES = (
             mlp_inputs=("mlp.dense_h_to_4h",), down="mlp.dense_4h_to_h",
             ignored=("rotary_emb.inv_freq", ".attention.bias", ".attention.masked_bias"),
         ),
+        gguf=GGUFForm("gptneox", _GGUF_FUSED_UP),
     ),
     Family(
         "gpt2", "GPT2LMHeadModel", "GPT-2",
@@ -228,6 +237,7 @@ FAMILIES = (
         computed={
             "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,),
         },
+        gguf=GGUFForm("gpt2", _GGUF_FUSED_UP),
     ),
     Family(
         "opt", "OPTForCausalLM", "OPT 125m to 175b",
@@ -251,4 +261,3 @@ FAMILIES = (
 
 BY_NAME = {family.name: family for family in FAMILIES}
 BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
-BY_GGUF = {family.gguf.architecture: family for family in FAMILIES if family.gguf is not None}

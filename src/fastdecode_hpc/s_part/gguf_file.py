@@ -20,8 +20,6 @@ from fastdecode_hpc.families.description import Family, WeightNames
 from fastdecode_hpc.gguf_header import TensorInfo, read_gguf_header
 from fastdecode_hpc.s_part.tensor_places import Place, check_places
 
-_ROPE_DIVISORS = "rope_freqs.weight"
-
 
 class GGUFFile:
     """Metadata and tensors of one GGUF file.
@@ -66,14 +64,14 @@ class GGUFFile:
         largest = max(sizes, key=lambda type_id: sizes[type_id])
         return {"F32": "fp32", "F64": "fp32", "BF16": "bf16"}.get(_type_name(largest), "fp16")
 
-    def rope_divisors(self, count: int) -> Tensor | None:
-        """What each of `count` rotary frequencies is divided by, float32; None where nothing is said."""
-        entry = self._entries.get(_ROPE_DIVISORS)
+    def rope_divisors(self, name: str, count: int) -> Tensor | None:
+        """What each of `count` rotary frequencies is divided by, float32; None where no tensor of this name says it."""
+        entry = self._entries.get(name)
         if entry is None:
             return None
         if entry.shape != (count,):
-            raise ConfigError(f"{self.path} has {_ROPE_DIVISORS} of shape {list(entry.shape)}; it must be [{count}]")
-        return self.read(_ROPE_DIVISORS, 0, 1)[0]
+            raise ConfigError(f"{self.path} has {name} of shape {list(entry.shape)}; it must be [{count}]")
+        return self.read(name, 0, 1)[0]
 
     def read(self, name: str, first: int, count: int) -> Tensor:
         """Rows `first` to ``first + count - 1`` of a tensor (a vector is one row), dequantised to float32."""
