@@ -107,6 +107,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def tiny_options(family: str, **overrides: Any) -> dict[str, Any]:
+    """Fields of the transformers configuration of a tiny model."""
+    return {**_SIZES, **FAMILIES[family], **overrides}
+
+
 def make_checkpoint(folder: str | Path, family: str = "llama", *, seed: int = 0, **overrides: Any) -> Path:
     """Write a random float32 checkpoint of a family into `folder` and return it.
 
@@ -115,7 +120,7 @@ def make_checkpoint(folder: str | Path, family: str = "llama", *, seed: int = 0,
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    options = {**_SIZES, **FAMILIES[family], **overrides}
+    options = tiny_options(family, **overrides)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**options)).float()
     centre = 0.0 if str(options["model_type"]).startswith("gemma") else 1.0  # Gemma keeps weights of norms less 1

@@ -226,7 +226,8 @@ def test_linear_scaling_and_window_are_read(twin: Twin) -> None:
     ("extra", "message"),
     [
         ({"llama.rope.scaling.type": "yarn"}, "rope scaling 'yarn'"),
-        ({"llama.expert_count": 8}, "mixture of 8 experts"),
+        ({"llama.expert_count": 8}, r"lacks llama\.expert_used_count"),
+        ({"llama.expert_shared_count": 1}, r"sets llama\.expert_shared_count"),
         ({"llama.attention.key_length": 32}, "rope.dimension_count 16 and heads of 32"),
         ({"llama.logit_scale": 2.0}, r"llama\.logit_scale"),
     ],

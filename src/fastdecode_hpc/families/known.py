@@ -93,6 +93,7 @@ FAMILIES = (
     Family(
         "mistral", "MistralForCausalLM", "Mistral 7B, Nemo, Small",
         _llama_like(kv_heads=8, max_positions=131072), window=Window(default=4096),
+        gguf=GGUFForm("llama", _GGUF_PERMUTED),
     ),
     Family(
         "mixtral", "MixtralForCausalLM", "Mixtral 8x7B, 8x22B",

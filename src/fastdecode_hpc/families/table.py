@@ -10,6 +10,7 @@ from fastdecode_hpc.families.description import Family, Key
 from fastdecode_hpc.families.known import FAMILIES
 
 _HEAD = ("family", "models", "GGUF", "attention", "layers", "positions")
+_PLACES = {"before": "before", "after": "after", "both": "before and after"}  # attention and MLP
 _TEXT = """\
 Architectures not named here are refused before any weight is read; so are models of a family that differ from it in
 what isn't computed, by the name of what differs. Attention is what the R-workers' kernels are told.
@@ -58,9 +59,8 @@ def _attention(family: Family) -> Iterator[str]:
 
 def _layers(family: Family) -> Iterator[str]:
     values = family.values
-    yield "LayerNorm" if values.get("norm") == "layer" else "RMSNorm"
-    place = values.get("norm_place", "before")
-    yield from ("or after",) if isinstance(place, Key) else () if place == "before" else (f"{place} sublayers",)
+    norm, place = "LayerNorm" if values.get("norm") == "layer" else "RMSNorm", values.get("norm_place", "before")
+    yield f"{norm} {'before or after' if isinstance(place, Key) else _PLACES[place]}"
     if values.get("qk_norm"):
         yield "q/k norm"
     if values.get("parallel"):
