@@ -5,16 +5,18 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from fastdecode_hpc.config import ConfigError, ModelConfig
+from fastdecode_hpc.config import ConfigError, Experts, ModelConfig
 from fastdecode_hpc.model_files import resolve_model
 from fastdecode_hpc.s_part.model import SPart
-from fastdecode_hpc.s_part.weights import load_weights, read_model_config
+from fastdecode_hpc.s_part.reference import Reference
+from fastdecode_hpc.s_part.weights import dummy_weights, load_weights, read_model_config
 from tiny_models import FAMILIES, load_reference, make_checkpoint, random_prompt, reference_greedy, reference_logits
 
 TOLERANCE = 1e-4
@@ -107,6 +109,29 @@ def test_prefill_and_decode_equal_transformers(checkpoint: Path, chunks: list[in
     assert decoder.context_len > (decoder.config.sliding_window or 0)
 
 
+def test_the_plain_reference_equals_transformers(checkpoint: Path) -> None:
+    prompt = random_prompt(45)
+    ours = Reference(load_s_part(checkpoint, batch_invariant=False)).logits(prompt)
+    torch.testing.assert_close(ours, reference_logits(load_reference(checkpoint), prompt), atol=TOLERANCE, rtol=0)
+
+
+def test_half_types_of_every_family_run_close_to_float32(checkpoint: Path) -> None:
+    prompt = random_prompt(3)
+    expected = DenseDecoder(load_s_part(checkpoint)).prefill(prompt)
+    logits = DenseDecoder(load_s_part(checkpoint, dtype=torch.bfloat16)).prefill(prompt)
+    assert torch.isfinite(logits).all()
+    assert (logits - expected).square().mean() < 0.1 * expected.square().mean()
+
+
+def test_random_weights_of_every_family_give_finite_logits(checkpoint: Path) -> None:
+    config = read_model_config(checkpoint)
+    weights = dummy_weights(config, dtype=torch.float32, device=CPU)
+    s_part = SPart(config, weights, device=CPU, dtype=torch.float32, batch_invariant=False)
+    logits = DenseDecoder(s_part).prefill(random_prompt(9))
+    assert torch.isfinite(logits).all()
+    assert 0.1 < logits.std() < 100
+
+
 def test_sharded_checkpoint_has_shards(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "sharded")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 3
@@ -118,15 +143,29 @@ def test_sharded_checkpoint_has_shards(tmp_path: Path) -> None:
         ("llama3-rope-scaled", {"rope_scaling": None}),
         ("linear-rope", {"rope_scaling": None}),
         ("mistral-window", {"sliding_window": None}),
+        ("yarn-rope", {"rope_scaling": None}),
+        ("phi3-long", {"rope_scaling": None}),
+        ("qwen2-windows", {"full_layers": ()}),
+        ("gemma2", {"attention_softcap": None}),
+        ("gemma2", {"attention_scale": None}),
+        ("gemma2", {"logit_softcap": None}),
+        ("gemma3", {"windowed_rope_theta": None}),
+        ("granite", {"embedding_scale": 1.0}),
+        ("granite", {"residual_scale": 1.0}),
+        ("granite", {"attention_scale": None}),
+        ("granite", {"logit_divisor": 1.0}),
+        ("gpt-neox", {"parallel": False}),
+        ("qwen3-moe", {"experts": Experts(8, 1)}),
+        ("qwen3-moe-shares", {"experts": Experts(8, 2)}),
     ],
 )
-def test_each_feature_is_seen_by_this_comparison(tmp_path: Path, family: str, change: dict[str, None]) -> None:
+def test_each_feature_is_seen_by_this_comparison(tmp_path: Path, family: str, change: dict[str, Any]) -> None:
     import dataclasses
 
     make_checkpoint(tmp_path, family)
     prompt = random_prompt(45)
     expected = reference_logits(load_reference(tmp_path), prompt)
-    config = dataclasses.replace(read_model_config(tmp_path), **change)  # type: ignore[arg-type]
+    config = dataclasses.replace(read_model_config(tmp_path), **change)
     weights = load_weights(tmp_path, config, dtype=torch.float32, device=CPU)
     s_part = SPart(config, weights, device=CPU, dtype=torch.float32, batch_invariant=False)
     assert (DenseDecoder(s_part).prefill(prompt) - expected).abs().max() > 100 * TOLERANCE

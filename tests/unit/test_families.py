@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -133,6 +134,23 @@ def test_what_is_not_computed_is_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         read(tmp_path, name, **changes)
+
+
+WRONG = [None, -1, 0, 3, 2**63, 1e308, 0.5, float("nan"), "x", [], [1], ["full_attention"], {}, {"a": 1}, True, False]
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen2-windows", "qwen3-moe", "phi3-long", "granite", "gemma3", "gpt-neox", "gpt2", "opt"]
+)
+def test_wrong_values_are_configuration_errors(tmp_path: Path, name: str) -> None:
+    read(tmp_path, name)
+    path = tmp_path / "config.json"
+    plain = json.loads(path.read_text())
+    for key in plain:
+        for value in WRONG:
+            path.write_text(json.dumps({**plain, key: value}))
+            with contextlib.suppress(ConfigError):
+                read_model_shape(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["mamba", "deepseek_v3", "t5", "bloom", "gpt_oss"])

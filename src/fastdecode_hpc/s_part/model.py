@@ -68,6 +68,11 @@ class SPart:
             with torch.inference_mode():
                 self._find_tiles()
 
+    @property
+    def can_be_recorded(self) -> bool:
+        """Whether the halves of layers do the same whatever the rows hold; experts take others each time."""
+        return self.config.experts is None
+
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """Hidden states of tokens: ``[num_rows]`` int64, ids and positions, to ``[num_rows, hidden_size]``."""
         with torch.inference_mode():
