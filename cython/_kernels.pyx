@@ -320,17 +320,20 @@ cdef class GroupAttention:
     cdef CacheView cache, recent
     cdef int32_t num_heads, group_size, wire_dtype
     cdef int64_t qkv_columns, partial_stride, workspace_floats
-    cdef float scale
+    cdef float scale, softcap
     cdef Scratch partials, workspaces
 
     def __init__(self, CacheView cache not None, CacheView recent, *, int32_t num_heads, str wire_dtype,
-                 float scale):
+                 float scale, float softcap):
         if num_heads < 1 or num_heads % cache.num_kv_heads:
             raise ValueError(f"{num_heads} heads cannot share {cache.num_kv_heads} KV heads")
         if not 0 < scale < float("inf"):
             raise ValueError(f"scale is {scale}; it must be a positive number")
+        if not 0 <= softcap < float("inf"):
+            raise ValueError(f"softcap is {softcap}; it must be a positive number, or 0 for none")
         cdef int32_t head_dim = cache.view.head_dim
         self.cache, self.recent, self.num_heads, self.scale = cache, recent, num_heads, scale
+        self.softcap = softcap
         self.wire_dtype, self.group_size = DTYPES[wire_dtype], num_heads // cache.num_kv_heads
         self.qkv_columns = <int64_t> (num_heads + 2 * cache.num_kv_heads) * head_dim
         self.partial_stride = partial_floats(self.group_size, head_dim)
@@ -362,7 +365,7 @@ cdef class GroupAttention:
         args.queries, args.query_row_bytes = queries.data, queries.row_bytes
         args.out, args.out_row_bytes = outputs.data, outputs.row_bytes
         args.group_size, args.num_heads = self.group_size, self.num_heads
-        args.wire_dtype, args.scale = self.wire_dtype, self.scale
+        args.wire_dtype, args.scale, args.softcap = self.wire_dtype, self.scale, self.softcap
         args.lse = NULL
         if lse is not None:
             sums = Rows(lse, 0, plan.num_rows, self.num_heads, True, "lse")

@@ -30,6 +30,7 @@ cdef extern from "kernels/kernels.h" namespace "fastdecode" nogil:
         int32_t num_heads
         int32_t wire_dtype
         float scale
+        float softcap
 
     cdef struct Span:
         int32_t row

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LLAMA = {
+_SIZES = {
     "vocab_size": 320,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -19,11 +19,12 @@ _LLAMA = {
     "max_position_embeddings": 512,
     # Far above the usual 0.02: logits then lie units apart and a greedy choice is no near-tie.
     "initializer_range": 0.25,
-    "rms_norm_eps": 1e-5,
     "bos_token_id": 1,
     "eos_token_id": 2,
+    "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
+_LLAMA = {"model_type": "llama", "rms_norm_eps": 1e-5}
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -32,17 +33,83 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,  # short, so that tiny tests are beyond it
 }
+_YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "beta_fast": 4.0,
+    "original_max_position_embeddings": 32,
+}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0, 16.0],
+    "original_max_position_embeddings": 32,
+}
+_EXPERTS = {"num_experts_per_tok": 2, "num_hidden_layers": 3}
+_QWEN3_MOE = {
+    "model_type": "qwen3_moe", **_EXPERTS, "num_experts": 8, "moe_intermediate_size": 32, "head_dim": 24,
+    "norm_topk_prob": True,
+}  # fmt: skip
+_GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512}
+_OPT = {"model_type": "opt", "ffn_dim": 96, "init_std": 0.25}
+_GEMMA = {"head_dim": 24, "tie_word_embeddings": True}
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "llama-mha": {"num_key_value_heads": 4, "num_hidden_layers": 3},
-    "llama3-rope-scaled": {"rope_parameters": _LLAMA3_ROPE, "max_position_embeddings": 256},
-    "linear-rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
-    "mistral-window": {"sliding_window": 16, "head_dim": 24},
-    "tied": {"tie_word_embeddings": True, "num_attention_heads": 8, "num_key_value_heads": 1},
-    "biases": {"attention_bias": True, "mlp_bias": True},
-    "sharded": {"num_hidden_layers": 3},
-}
+    "llama": _LLAMA,
+    "llama-mha": {**_LLAMA, "num_key_value_heads": 4, "num_hidden_layers": 3},
+    "llama3-rope-scaled": {**_LLAMA, "rope_parameters": _LLAMA3_ROPE, "max_position_embeddings": 256},
+    "linear-rope": {**_LLAMA, "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
+    "dynamic-rope": {**_LLAMA, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}},
+    "yarn-rope": {**_LLAMA, "rope_parameters": _YARN_ROPE, "max_position_embeddings": 256},
+    "mistral-window": {"model_type": "mistral", "rms_norm_eps": 1e-5, "sliding_window": 16, "head_dim": 24},
+    "tied": {**_LLAMA, "tie_word_embeddings": True, "num_attention_heads": 8, "num_key_value_heads": 1},
+    "biases": {**_LLAMA, "attention_bias": True, "mlp_bias": True},
+    "sharded": {**_LLAMA, "num_hidden_layers": 3},
+    "mixtral": {"model_type": "mixtral", **_EXPERTS, "num_local_experts": 4},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen2-windows": {
+        "model_type": "qwen2", "num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": 16,
+        "max_window_layers": 2,
+    },
+    "qwen3": {"model_type": "qwen3", "head_dim": 24, "attention_bias": True, "tie_word_embeddings": True},
+    "qwen3-moe": _QWEN3_MOE,
+    "qwen3-moe-shares": {**_QWEN3_MOE, "norm_topk_prob": False},
+    "phi3": {"model_type": "phi3", "sliding_window": 20},
+    "phi3-long": {"model_type": "phi3", "rope_parameters": _LONGROPE, "original_max_position_embeddings": 32},
+    "phi3-partial": {"model_type": "phi3", "partial_rotary_factor": 0.5},
+    "olmo2": {"model_type": "olmo2"},
+    "granite": {
+        "model_type": "granite", "embedding_multiplier": 3.0, "residual_multiplier": 0.6, "attention_multiplier": 0.3,
+        "logits_scaling": 0.5, "attention_bias": True,
+    },
+    "starcoder2": {"model_type": "starcoder2", "sliding_window": 16, "tie_word_embeddings": True},
+    "gemma": {"model_type": "gemma", **_GEMMA},
+    "gemma2": {
+        "model_type": "gemma2", **_GEMMA, "num_hidden_layers": 4, "sliding_window": 16, "query_pre_attn_scalar": 20,
+        "attn_logit_softcapping": 3.0, "final_logit_softcapping": 20.0,
+    },
+    "gemma3": {
+        "model_type": "gemma3_text", **_GEMMA, "num_hidden_layers": 7, "sliding_window": 16,
+        "query_pre_attn_scalar": 20,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "gpt-neox": {"model_type": "gpt_neox"},
+    "gpt-neox-serial": {"model_type": "gpt_neox", "use_parallel_residual": False, "rotary_pct": 1.0},
+    "gpt2": {**_GPT2, "tie_word_embeddings": True},
+    "gpt2-inner": {**_GPT2, "n_inner": 80, "tie_word_embeddings": True, "activation_function": "relu"},
+    "opt": {**_OPT, "tie_word_embeddings": True},
+    "opt-350m": {**_OPT, "tie_word_embeddings": True, "do_layer_norm_before": False, "word_embed_proj_dim": 32},
+}  # fmt: skip
+
+
+def tiny_options(family: str, **overrides: Any) -> dict[str, Any]:
+    """Fields of the transformers configuration of a tiny model."""
+    return {**_SIZES, **FAMILIES[family], **overrides}
 
 
 def make_checkpoint(folder: str | Path, family: str = "llama", *, seed: int = 0, **overrides: Any) -> Path:
@@ -51,19 +118,18 @@ def make_checkpoint(folder: str | Path, family: str = "llama", *, seed: int = 0,
     `overrides` replace fields of the transformers configuration. Norms and biases are random too, so that
     a forgotten or misplaced one shows.
     """
-    from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    mistral = family.startswith("mistral")
-    options = {**_LLAMA, **FAMILIES[family], **overrides}
-    config = MistralConfig(**options) if mistral else LlamaConfig(**options)
+    options = tiny_options(family, **overrides)
     torch.manual_seed(seed)
-    model = (MistralForCausalLM if mistral else LlamaForCausalLM)(config).float()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**options)).float()
+    centre = 0.0 if str(options["model_type"]).startswith("gemma") else 1.0  # Gemma keeps weights of norms less 1
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("norm.weight"):
-                parameter.uniform_(0.5, 1.5)
-            elif name.endswith(".bias"):
+            if name.endswith(".bias"):
                 parameter.normal_(0, 0.5)
+            elif parameter.ndim == 1:
+                parameter.uniform_(centre - 0.5, centre + 0.5)
     model.save_pretrained(folder, max_shard_size="60KB" if family == "sharded" else "5GB")
     return Path(folder)
 

@@ -57,7 +57,7 @@ def _dequantised(path: Path) -> PreTrainedModel:
     model = read_model_shape(path)
     config = LlamaConfig(
         vocab_size=model.vocab_size, hidden_size=model.hidden_size, intermediate_size=model.intermediate_size,
-        num_hidden_layers=model.num_layers, num_attention_heads=model.num_heads, rms_norm_eps=model.rms_norm_eps,
+        num_hidden_layers=model.num_layers, num_attention_heads=model.num_heads, rms_norm_eps=model.norm_eps,
         num_key_value_heads=model.num_kv_heads, max_position_embeddings=model.max_context_len,
         rope_parameters={"rope_type": "default", "rope_theta": model.rope_theta}, tie_word_embeddings=True,
         bos_token_id=model.bos_token_id, eos_token_id=model.eos_token_ids[0],

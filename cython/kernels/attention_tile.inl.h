@@ -181,6 +181,27 @@ void score_columns(const float* queries, int head_dim, const Column<T>* columns,
   }
 }
 
+// Caps one head's scores of a tile, of unused tokens too: cap * tanh(score / cap). tanh of small values is Cephes'
+// polynomial, of others (1 - p) / (1 + p) with p = exp(-2 |x|). Infinite scores become NaN: they must not be hidden.
+void cap_scores(float* scores, float cap) {
+  alignas(64) float powers[kTileTokens];
+  const Vec factor = broadcast(-2.0f / cap);
+  for (int t = 0; t < kTileTokens; t += Vec::width) {
+    store(powers + t, exp_nonpositive(mul(abs(load(scores + t)), factor)));
+  }
+  for (int t = 0; t < kTileTokens; ++t) {
+    const float x = scores[t] / cap, z = x * x;
+    float p = -5.70498872745e-3f;
+    p = p * z + 2.06390887954e-2f;
+    p = p * z - 5.37397155531e-2f;
+    p = p * z + 1.33314422036e-1f;
+    p = p * z - 3.33332819422e-1f;
+    const float large = (1.0f - powers[t]) / (1.0f + powers[t]);
+    const float capped = cap * (fabsf(x) < 0.625f ? p * z * x + x : copysignf(large, x));
+    scores[t] = capped + (x - x);
+  }
+}
+
 // Turns one head's scores of a tile into weights exp(score - m), 0 for tokens not in use, updating m and s.
 // Returns the factor that brings what was summed before to the new m.
 float weigh_tile(const Tile& tile, float* scores, float* m, float* s) {

@@ -201,7 +201,7 @@ struct Attention {
 // Where K is quantised, queries are rounded to 2^-16 of the largest |query| (half a unit of 16 bits with a sign), and
 // where V is, weight times scale to 2^-16 of the largest of a tile; values below 2^15 2^-126 may count as 0.
 inline Attention attend(const std::vector<double>& query, const std::vector<Numbers>& keys,
-                        const std::vector<Numbers>& values, double scale) {
+                        const std::vector<Numbers>& values, double scale, double softcap) {
   constexpr double u = 0x1p-24, fixed_step = 0.501 / 32767;
   const std::size_t head_dim = query.size(), num_tokens = keys.size();
   std::vector<double> scores(num_tokens), sizes(num_tokens), reaches(num_tokens);
@@ -216,6 +216,7 @@ inline Attention attend(const std::vector<double>& query, const std::vector<Numb
       sizes[t] += std::fabs(query[d]) * key.size * scale;
       reaches[t] += key.reach;
     }
+    if (softcap > 0) scores[t] = std::isfinite(scores[t]) ? softcap * std::tanh(scores[t] / softcap) : NAN;
     m = std::fmax(m, scores[t]);
   }
   if (m == -INFINITY) m = 0;
@@ -225,10 +226,13 @@ inline Attention attend(const std::vector<double>& query, const std::vector<Numb
     total += weights[t];
     const double distance = std::isfinite(scores[t]) ? m - scores[t] : 0;
     deltas[t] = u * ((static_cast<double>(head_dim) + 8) * sizes[t] + 2 * distance + 8);
+    deltas[t] += 8 * u * softcap;  // of tanh, which makes no other error larger
     deltas[t] += (largest_query * fixed_step + 0x1p-111) * reaches[t];
   }
   for (std::size_t t = 0; t < num_tokens; ++t) {
-    a += weights[t] / total * std::expm1(std::min(deltas[t], 700.0));
+    // A weight that is 0 here may be none for a score that is off by more than its distance.
+    a += weights[t] > 0 ? weights[t] / total * std::expm1(std::min(deltas[t], 700.0))
+                        : std::exp(std::min(scores[t] - m + deltas[t], 700.0)) / total;
     largest_delta = std::fmax(largest_delta, deltas[t]);
   }
   Attention result;

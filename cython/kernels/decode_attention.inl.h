@@ -196,6 +196,7 @@ void add_tile(const AttendArgs& args, const LayerView& layer, const Workspace& w
     constexpr int heads = decltype(heads_constant)::value;
     float factors[heads];
     for (int h = 0; h < heads; ++h) {
+      if (args.softcap > 0) cap_scores(workspace.weights + (head + h) * kTileTokens, args.softcap);
       factors[h] =
           weigh_tile(tile, workspace.weights + (head + h) * kTileTokens, partial.m + head + h, partial.s + head + h);
       if constexpr (Format<V>::is_quantised) quantise_weights<V>(args, workspace, scales, head + h, factors[h]);

@@ -173,7 +173,7 @@ struct Problem {
   std::vector<int> positions, firsts, borders;  // of each row: newest token, oldest visible, oldest in the recent copy
   std::vector<std::vector<float>> tokens;       // of each row: [position - first + 1, (K, V), num_kv_heads, head_dim]
   std::vector<float> queries;                   // [num_rows, num_heads, head_dim]
-  float scale;
+  float scale, softcap;
 
   Problem(const Case& config, Random& random) : c(config) {
     const int width = 2 * c.num_kv_heads * c.head_dim;
@@ -193,6 +193,7 @@ struct Problem {
       queries.push_back(wire_value(random, c, 1.0f, true));
     }
     scale = random.one_in(2) ? 1.0f / std::sqrt(static_cast<float>(c.head_dim)) : 0.3f;
+    softcap = random.one_in(3) ? random.one_in(2) ? 50.0f : 0.7f : 0.0f;
   }
 
   int num_heads() const { return c.num_kv_heads * c.group_size; }
@@ -316,6 +317,7 @@ class Check {
     args.num_heads = problem_.num_heads();
     args.wire_dtype = c_.wire_dtype;
     args.scale = problem_.scale;
+    args.softcap = problem_.softcap;
     for (int r = 0; r < c_.num_rows; ++r) {
       for (int head = 0; head < c_.num_kv_heads; ++head) attend_pair(args, r, head);
     }
@@ -350,7 +352,7 @@ class Check {
     for (int h = head * c_.group_size; h < (head + 1) * c_.group_size; ++h) {
       const float* query = problem_.queries.data() + (std::int64_t{row} * problem_.num_heads() + h) * c_.head_dim;
       const std::vector<double> wide(query, query + c_.head_dim);
-      const std::string wrong = check_head(row, h, plain::attend(wide, keys, values, problem_.scale));
+      const std::string wrong = check_head(row, h, plain::attend(wide, keys, values, problem_.scale, problem_.softcap));
       if (!wrong.empty()) return "row " + std::to_string(row) + ", query head " + std::to_string(h) + wrong;
     }
     return "";
@@ -361,7 +363,7 @@ class Check {
     for (int d = 0; d < c_.head_dim; ++d) {
       const double got = plain::float_item(out_.data(), index * c_.head_dim + d, c_.wire_dtype);
       const double exact = std::isfinite(expected.out[d]) ? within_wire(expected.out[d]) : expected.out[d];
-      const std::string wrong = compare(got, exact, expected.tolerance[d] + wire_error(exact));
+      const std::string wrong = compare(got, exact, expected.tolerance[d] + std::fmax(wire_error(exact), wire_error(got)));
       if (!wrong.empty()) return ", output " + std::to_string(d) + wrong;
     }
     const std::string wrong = compare(lse_[index], expected.lse, expected.lse_tolerance);

@@ -61,6 +61,7 @@ struct AttendArgs {
   std::int32_t num_heads;   // query heads
   std::int32_t wire_dtype;  // of queries and out
   float scale;              // of the scores
+  float softcap;            // scores become softcap * tanh(score / softcap); 0: they stay
 };
 
 // One (row, KV head) and a run of its tokens.

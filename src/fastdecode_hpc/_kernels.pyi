@@ -60,7 +60,14 @@ class GroupPlan:
 
 class GroupAttention:
     def __init__(
-        self, cache: CacheView, recent: CacheView | None, *, num_heads: int, wire_dtype: str, scale: float
+        self,
+        cache: CacheView,
+        recent: CacheView | None,
+        *,
+        num_heads: int,
+        wire_dtype: str,
+        scale: float,
+        softcap: float,
     ) -> None: ...
     def attend(
         self,

@@ -24,7 +24,7 @@ from fastdecode_hpc.config import ConfigError
 _CORES_AT_START = tuple(sorted(os.sched_getaffinity(0)))
 _UNLIMITED = 1 << 60  # cgroups write "no limit" as a number near 2**63
 SLURM_MB = 1 << 20
-KEPT_BYTES = 1 << 30
+KEPT_BLOCK_BYTES, KEPT_BYTES = 1 << 27, 1 << 28  # logits of 128 rows over 256,000 tokens are as large as a block
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
@@ -71,15 +71,15 @@ def undo_openmp_binding(env: Mapping[str, str] = os.environ) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let malloc keep blocks below `KEPT_BYTES` that are freed, and hand them out again.
+    """Let malloc keep what is freed in blocks below `KEPT_BLOCK_BYTES`, and hand it out again.
 
     By default it gives large ones back to the system at once, and taking them anew costs a page fault every 4 KiB: a
-    step that makes 25 MB of logits then spends more time on faults than on what it computes. What a process keeps
-    so is as much as its largest step held at once.
+    step that makes 25 MB of logits then spends more time on faults than on what it computes. A process keeps so
+    what its largest step held at once, but no more than `KEPT_BYTES` at the end of its heap.
     """
     with suppress(OSError, AttributeError):  # another C library
         libc = ctypes.CDLL(None)
-        libc.mallopt(_M_MMAP_THRESHOLD, KEPT_BYTES)
+        libc.mallopt(_M_MMAP_THRESHOLD, KEPT_BLOCK_BYTES)
         libc.mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
 
 

@@ -77,7 +77,8 @@ class Run:
     def run(self, requests: Iterator[Request], transport: SEnd) -> RunStats:
         """Run all requests, over a transport that is closed at the end."""
         started = time.perf_counter()
-        device = make_device(self.s_part.device, cuda_graphs=self.config.cuda_graphs)
+        graphs = self.config.cuda_graphs if self.s_part.can_be_recorded else "off"
+        device = make_device(self.s_part.device, cuda_graphs=graphs)
         cast = WireCast(self.config.wire_dtype, self.s_part.device, look_first=device.is_host)
         worker = self._make_worker(requests, device, transport, cast)
         worker.run()

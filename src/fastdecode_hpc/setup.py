@@ -150,7 +150,8 @@ def _check_buffers(run: RunConfig, model: ModelConfig, hello: Hello) -> None:
 
 def _check_model(model: ModelConfig, hello: Hello, weights_bytes: int, max_context_len: int) -> None:
     """Refuse a model that rank 0's memory cannot hold, before anything is allocated."""
-    table_bytes = ROPE_TABLE_COPIES * 4 * model.head_dim * max_context_len
+    tables = 1 if model.windowed_rope_theta is None else 2
+    table_bytes = ROPE_TABLE_COPIES * 4 * tables * model.rotated * max_context_len
     if weights_bytes + table_bytes > hello.host.memory_bytes:
         raise ConfigError(
             f"the model's weights take {format_bytes(weights_bytes)} and its table of {max_context_len} positions "
@@ -306,16 +307,8 @@ def _local_share(hello: Hello, here: list[Hello], reserve: int) -> float:
     return max(0, local) / sum(other.rank > 0 or other is hello for other in beside)
 
 
-def num_parameters(model: ModelConfig) -> int:
-    """Weights of a model, biases left out."""
-    attention = model.hidden_size * (2 * model.q_size + 2 * model.kv_size)
-    mlp = 3 * model.hidden_size * model.intermediate_size
-    heads = 1 if model.tie_embeddings else 2
-    return model.num_layers * (attention + mlp) + heads * model.vocab_size * model.hidden_size
-
-
 def weights_on_host(run: RunConfig, model: ModelConfig, device: str) -> int:
     """Bytes of host memory that the weights will take; a head that is the embedding is there twice, packed and not."""
     dtype = "fp32" if run.dtype == "auto" else run.dtype
-    tied_head = model.vocab_size * model.hidden_size if model.tie_embeddings else 0
-    return 0 if device != "cpu" else (num_parameters(model) + tied_head) * DTYPE_BYTES[dtype]
+    tied_head = model.vocab_size * model.embedding_width if model.tie_embeddings else 0
+    return 0 if device != "cpu" else (model.num_weights + tied_head) * DTYPE_BYTES[dtype]

@@ -37,6 +37,10 @@ class TypedValues(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._values)
 
+    def full_name(self, name: str) -> str:
+        """A name as messages have it."""
+        return f"{self._what}{name}"
+
     def whole(self, name: str, default: int | None = None) -> int:
         """A whole number of at least 0; without a default it must be there."""
         value = self._get(name, default)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from fastdecode_hpc.config import ConfigError, ModelConfig
+from fastdecode_hpc.config import ConfigError, Experts, ModelConfig
 from fastdecode_hpc.model_files import resolve_model
 from fastdecode_hpc.s_part.model import SPart
-from fastdecode_hpc.s_part.weights import load_weights, read_model_config
+from fastdecode_hpc.s_part.reference import Reference
+from fastdecode_hpc.s_part.weights import dummy_weights, load_weights, read_model_config
 from tiny_models import FAMILIES, load_reference, make_checkpoint, random_prompt, reference_greedy, reference_logits
 
 TOLERANCE = 1e-4
@@ -48,27 +50,33 @@ class DenseDecoder:
     def _forward(self, token_ids: list[int], *, is_decode: bool) -> Tensor:
         s_part, config, start = self.s_part, self.config, self.context_len
         positions = torch.arange(start, start + len(token_ids))
-        hidden = s_part.embed(torch.tensor(token_ids))
+        hidden = s_part.embed(torch.tensor(token_ids), positions)
         for layer in range(config.num_layers):
             qkv = s_part.pre_attention(layer, hidden, positions)
             q, k, v = qkv.split([config.q_size, config.kv_size, config.kv_size], dim=1)
             k = self.keys[layer] = torch.cat((self.keys[layer], k.float()))
             v = self.values[layer] = torch.cat((self.values[layer], v.float()))
-            o = plain_attention(config, q, k, v) if is_decode else s_part.prefill_attention(layer, q, k, v, start)
+            o = (
+                plain_attention(config, layer, q, k, v)
+                if is_decode
+                else s_part.prefill_attention(layer, q, k, v, start)
+            )
             hidden = s_part.post_attention(layer, hidden, o)
         self.context_len += len(token_ids)
         return s_part.logits(hidden)
 
 
-def plain_attention(config: ModelConfig, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """softmax(q k / sqrt(d)) v of the newest token, head by head in float64."""
-    window = config.sliding_window or k.shape[0]
+def plain_attention(config: ModelConfig, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """softmax(q k / sqrt(d)) v of the newest token, head by head in float64, scaled and capped as the model says."""
+    window, cap = config.window_of(layer) or k.shape[0], config.attention_softcap
+    scale = config.attention_scale or 1 / np.sqrt(config.head_dim)
     shape = (-1, config.num_kv_heads, config.head_dim)
     keys, values = (x[-window:].reshape(shape).double().numpy() for x in (k, v))
     group = config.num_heads // config.num_kv_heads
     heads = []
     for head, query in enumerate(q.reshape(config.num_heads, config.head_dim).double().numpy()):
-        scores = keys[:, head // group] @ query / np.sqrt(config.head_dim)
+        scores = keys[:, head // group] @ query * scale
+        scores = scores if cap is None else cap * np.tanh(scores / cap)
         weights = np.exp(scores - scores.max())
         heads.append(weights @ values[:, head // group] / weights.sum())
     return torch.from_numpy(np.concatenate(heads)[None])
@@ -101,6 +109,29 @@ def test_prefill_and_decode_equal_transformers(checkpoint: Path, chunks: list[in
     assert decoder.context_len > (decoder.config.sliding_window or 0)
 
 
+def test_the_plain_reference_equals_transformers(checkpoint: Path) -> None:
+    prompt = random_prompt(45)
+    ours = Reference(load_s_part(checkpoint, batch_invariant=False)).logits(prompt)
+    torch.testing.assert_close(ours, reference_logits(load_reference(checkpoint), prompt), atol=TOLERANCE, rtol=0)
+
+
+def test_half_types_of_every_family_run_close_to_float32(checkpoint: Path) -> None:
+    prompt = random_prompt(3)
+    expected = DenseDecoder(load_s_part(checkpoint)).prefill(prompt)
+    logits = DenseDecoder(load_s_part(checkpoint, dtype=torch.bfloat16)).prefill(prompt)
+    assert torch.isfinite(logits).all()
+    assert (logits - expected).square().mean() < 0.1 * expected.square().mean()
+
+
+def test_random_weights_of_every_family_give_finite_logits(checkpoint: Path) -> None:
+    config = read_model_config(checkpoint)
+    weights = dummy_weights(config, dtype=torch.float32, device=CPU)
+    s_part = SPart(config, weights, device=CPU, dtype=torch.float32, batch_invariant=False)
+    logits = DenseDecoder(s_part).prefill(random_prompt(9))
+    assert torch.isfinite(logits).all()
+    assert 0.1 < logits.std() < 100
+
+
 def test_sharded_checkpoint_has_shards(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "sharded")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 3
@@ -112,15 +143,29 @@ def test_sharded_checkpoint_has_shards(tmp_path: Path) -> None:
         ("llama3-rope-scaled", {"rope_scaling": None}),
         ("linear-rope", {"rope_scaling": None}),
         ("mistral-window", {"sliding_window": None}),
+        ("yarn-rope", {"rope_scaling": None}),
+        ("phi3-long", {"rope_scaling": None}),
+        ("qwen2-windows", {"full_layers": ()}),
+        ("gemma2", {"attention_softcap": None}),
+        ("gemma2", {"attention_scale": None}),
+        ("gemma2", {"logit_softcap": None}),
+        ("gemma3", {"windowed_rope_theta": None}),
+        ("granite", {"embedding_scale": 1.0}),
+        ("granite", {"residual_scale": 1.0}),
+        ("granite", {"attention_scale": None}),
+        ("granite", {"logit_divisor": 1.0}),
+        ("gpt-neox", {"parallel": False}),
+        ("qwen3-moe", {"experts": Experts(8, 1)}),
+        ("qwen3-moe-shares", {"experts": Experts(8, 2)}),
     ],
 )
-def test_each_feature_is_seen_by_this_comparison(tmp_path: Path, family: str, change: dict[str, None]) -> None:
+def test_each_feature_is_seen_by_this_comparison(tmp_path: Path, family: str, change: dict[str, Any]) -> None:
     import dataclasses
 
     make_checkpoint(tmp_path, family)
     prompt = random_prompt(45)
     expected = reference_logits(load_reference(tmp_path), prompt)
-    config = dataclasses.replace(read_model_config(tmp_path), **change)  # type: ignore[arg-type]
+    config = dataclasses.replace(read_model_config(tmp_path), **change)
     weights = load_weights(tmp_path, config, dtype=torch.float32, device=CPU)
     s_part = SPart(config, weights, device=CPU, dtype=torch.float32, batch_invariant=False)
     assert (DenseDecoder(s_part).prefill(prompt) - expected).abs().max() > 100 * TOLERANCE

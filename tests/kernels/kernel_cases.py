@@ -115,6 +115,8 @@ class Shape:
     cache: str = "fp32"
     block_size: int = 16
     num_layers: int = 2
+    scale: float | None = None
+    softcap: float | None = None
 
     @property
     def q_size(self) -> int:
@@ -131,7 +133,10 @@ class Shape:
     def layout(self) -> KVLayout:
         layers = tuple(range(self.num_layers))
         k_dtype, v_dtype = parse_kv_dtype(self.cache)
-        group = LayerGroup(layers, self.num_kv_heads, self.head_dim, k_dtype, v_dtype, self.window)
+        group = LayerGroup(
+            layers, self.num_kv_heads, self.head_dim, k_dtype, v_dtype, self.window, scale=self.scale,
+            softcap=self.softcap,
+        )  # fmt: skip
         return KVLayout(self.block_size, with_recent(group))
 
 
@@ -161,7 +166,9 @@ class Rows:
             [cached(kv[:, i], shape.wire, t, self.lengths[row]) for i, t in enumerate(shape.kv_dtypes)], axis=1
         )
         q = to_float(self.qkv[row, : shape.q_size], shape.wire).reshape(shape.num_heads, shape.head_dim)
-        o, lse = reference_attention(q, kv[:, 0], kv[:, 1], self.lengths[row], window=shape.window)
+        o, lse = reference_attention(
+            q, kv[:, 0], kv[:, 1], self.lengths[row], window=shape.window, scale=shape.scale, softcap=shape.softcap
+        )
         return o, lse, float(np.abs(kv[:, 1]).max())
 
 

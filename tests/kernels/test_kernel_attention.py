@@ -107,19 +107,11 @@ def test_one_score_far_below(isa):
     assert np.array_equal(out[0], rows.qkv[0, 16:])
 
 
-def test_own_scale(isa):
-    shape = Shape(2, 1, 16)
-    rows = Rows.random(shape, [50])
-    partition = make_partition(shape, rows.lengths)
-    fill(partition, rows)
-    work = StepWork(partition, [0], np.array([50]), num_threads=1)
-    attention = DecodeAttention(partition, num_heads=2, wire_dtype="fp32", num_threads=1, scale=0.7)
-    out = np.empty((1, 32), np.float32)
-    attention.append(1, work, rows.qkv)
-    attention.attend(1, work, rows.qkv, out, 0)
-    kv = np.concatenate([rows.prompts[0], rows.qkv[:, 32:]]).reshape(51, 2, 1, 16)
-    o, _ = reference_attention(rows.qkv[0, :32].reshape(2, 16), kv[:, 0], kv[:, 1], 50, scale=0.7)
-    assert np.abs(out[0] - o.ravel()).max() < 2e-6 * np.abs(kv[:, 1]).max()
+@pytest.mark.parametrize("softcap", [None, 0.5, 20.0])
+@pytest.mark.parametrize("cache", ["fp32", "fp16", "int8", "int4"])
+def test_own_scale_and_cap(isa, cache, softcap):
+    shape = Shape(6, 2, 40, scale=0.7, softcap=softcap, cache=cache)
+    check(Rows.random(shape, [0, 7, 50, 700], q_scale=0.25))
 
 
 def test_output_saturates(isa):

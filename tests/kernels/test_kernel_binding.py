@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -64,8 +65,10 @@ def test_wrong_shapes_are_refused():
     partition = make_partition(SHAPE, [])
     with pytest.raises(ValueError, match="3 heads cannot share 2 KV heads"):
         DecodeAttention(partition, num_heads=3, wire_dtype="fp16", num_threads=1)
-    with pytest.raises(ValueError, match=r"scale is 0\.0"):
-        DecodeAttention(partition, num_heads=2, wire_dtype="fp16", num_threads=1, scale=0.0)
+    for name, value in (("scale", 0.0), ("softcap", -1.0)):
+        other = make_partition(replace(SHAPE, **{name: value}), [])
+        with pytest.raises(ValueError, match=f"{name} is {value}"):
+            DecodeAttention(other, num_heads=2, wire_dtype="fp16", num_threads=1)
     with pytest.raises(ValueError, match="head_dim is 12"):
         make_partition(Shape(head_dim=12), [])
     with pytest.raises(ValueError, match="block_size is 12"):

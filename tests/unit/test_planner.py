@@ -342,6 +342,23 @@ def test_a_replay_of_a_simulated_run_takes_as_long(prompt_len, output_len, count
 # ---- plans
 
 
+def test_time_of_a_mixture_is_that_of_the_experts_that_rows_pass() -> None:
+    dense = Costs(PAPER, SHAPES["mistral-7b"], RunConfig(), num_workers=1)
+    mixture = Costs(PAPER, SHAPES["mixtral-8x7b"], RunConfig(), num_workers=1)
+    launch = PAPER.s_part.launch_s
+    model, profiled = SHAPES["mixtral-8x7b"], PAPER.model.layer_weights
+
+    def growing(rows: float) -> float:
+        return max(0.0, PAPER.s_part.layer(rows) - launch)
+
+    # 1024 rows pass 2 of 8 experts each: 256 an expert, one after the other.
+    expected = growing(1024) * model.attention_weights + 8 * growing(256) * model.mlp_weights
+    assert mixture.s_layer(1024) - launch == pytest.approx(expected / profiled)
+    assert dense.s_layer(1024) < mixture.s_layer(1024)
+    same = dataclasses.replace(PAPER, model=model)
+    assert Costs(same, model, RunConfig(), num_workers=1).s_layer(64) == pytest.approx(PAPER.s_part.layer(64))
+
+
 def plan_of(model="llama-2-13b", profile=PAPER, length=128, config=None, max_workers=8, **wish):
     planner = Planner(profile, SHAPES[model], config or RunConfig(), Wish(1, length - 1, **wish))
     return planner, planner.plan(max_workers)

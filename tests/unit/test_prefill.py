@@ -46,7 +46,7 @@ class FakeSPart:
     def __init__(self, model: ModelConfig) -> None:
         self.config, self.device = model, torch.device("cpu")
 
-    def embed(self, ids):
+    def embed(self, ids, positions):
         return ids[:, None].float()
 
     def pre_attention(self, layer, hidden, positions):

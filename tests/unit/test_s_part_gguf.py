@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,15 @@ from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
 
 from fastdecode_hpc.config import ConfigError, ModelConfig, RopeScaling
-from fastdecode_hpc.s_part import layers
-from fastdecode_hpc.s_part.weights import Weights, checkpoint_dtype, load_weights, read_model_config
+from fastdecode_hpc.s_part import rope
+from fastdecode_hpc.s_part.weights import (
+    LayerWeights,
+    Weights,
+    checkpoint_dtype,
+    load_weights,
+    read_model_config,
+)
+from gguf_twins import GGUF_CASES, write_twin
 from load_peak import measure_load_peak, random_state_dict
 from tiny_models import make_checkpoint
 
@@ -68,7 +76,7 @@ def write_gguf(
     writer.add_head_count_kv(config.num_kv_heads)
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_rope_freq_base(config.rope_theta)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
     writer.add_token_list([f"token{i}" for i in range(2000)])  # long enough to be skipped
     writer.add_token_types([1] * 2000)
     writer.add_eos_token_id(2)
@@ -124,6 +132,36 @@ def test_gguf_equals_its_safetensors_twin(
     assert all(torch.equal(ours, expected) for ours, expected in pairs)
 
 
+@pytest.mark.parametrize("name", GGUF_CASES)
+def test_every_form_equals_its_safetensors_twin(tmp_path: Path, name: str) -> None:
+    family, overrides = GGUF_CASES[name]
+    config = write_twin(make_checkpoint(tmp_path, family, **overrides), tmp_path / "model.gguf")
+    ours = read_model_config(tmp_path / "model.gguf")
+    assert rounded(ours, norm=config.norm) == rounded(config)
+    added = 1.0 if config.norm != ours.norm else 0.0  # the file keeps weights of norms that are kept less 1 elsewhere
+    names = [*LayerWeights.__slots__]
+    for mine, theirs in zip(load(tmp_path / "model.gguf").layers, load(tmp_path).layers, strict=True):
+        for field in names:
+            expected = getattr(theirs, field)
+            expected = expected + added if field.endswith("norm") and expected is not None else expected
+            assert (getattr(mine, field) is None) == (expected is None), field
+            assert expected is None or torch.equal(getattr(mine, field), expected), field
+
+
+def rounded(config: ModelConfig, **changes: object) -> dict[str, Any]:
+    """The fields of a model, numbers as float32 keeps them; a scale of scores in full."""
+    values = dataclasses.asdict(config) | {"attention_scale": config.score_scale, "eos_token_ids": (2,)} | changes
+    return as_float32(values)
+
+
+def as_float32(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: as_float32(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_float32(item) for item in value]
+    return float(np.float32(value)) if isinstance(value, float) else value
+
+
 def test_rows_of_q_and_k_are_permuted_in_the_file(tmp_path: Path) -> None:
     rows = np.arange(16.0)[:, None]
     assert interleave(rows, 2)[:8, 0].tolist() == [0, 4, 1, 5, 2, 6, 3, 7]
@@ -139,21 +177,19 @@ Twin = tuple[Path, ModelConfig, dict[str, np.ndarray]]
 
 
 def test_config_of_gguf_equals_the_twins(twin: Twin) -> None:
-    import dataclasses
-
     path, config, tensors = twin
     write_gguf(path, config, tensors, {})
     ours = read_model_config(path)
-    assert ours.rms_norm_eps == pytest.approx(config.rms_norm_eps, rel=1e-6)
-    expected = dataclasses.replace(config, rms_norm_eps=ours.rms_norm_eps, eos_token_ids=(2, 5))
+    assert ours.norm_eps == pytest.approx(config.norm_eps, rel=1e-6)
+    expected = dataclasses.replace(config, norm_eps=ours.norm_eps, eos_token_ids=(2, 5))
     assert ours == expected
 
 
 def test_llama3_scaling_is_recovered_from_its_divisors(twin: Twin) -> None:
     path, config, tensors = twin
     scaling = RopeScaling("llama3", 32.0, 1.0, 4.0, 8192)
-    plain = layers.rope_frequencies(config)
-    divisors = (plain / layers.scale_frequencies(plain, scaling)).numpy()
+    plain = rope.rope_frequencies(config)
+    divisors = (plain / rope.scale_frequencies(plain, scaling)).numpy()
     assert len(set(np.round(divisors, 3))) > 2  # kept, blended and divided frequencies
     write_gguf(path, config, {**tensors, "rope_freqs.weight": divisors}, {})
     assert read_model_config(path).rope_scaling == scaling
@@ -190,7 +226,8 @@ def test_linear_scaling_and_window_are_read(twin: Twin) -> None:
     ("extra", "message"),
     [
         ({"llama.rope.scaling.type": "yarn"}, "rope scaling 'yarn'"),
-        ({"llama.expert_count": 8}, "mixture of 8 experts"),
+        ({"llama.expert_count": 8}, r"lacks llama\.expert_used_count"),
+        ({"llama.expert_shared_count": 1}, r"sets llama\.expert_shared_count"),
         ({"llama.attention.key_length": 32}, "rope.dimension_count 16 and heads of 32"),
         ({"llama.logit_scale": 2.0}, r"llama\.logit_scale"),
     ],
@@ -203,11 +240,11 @@ def test_unsupported_features_are_refused_by_name(twin: Twin, extra: dict[str, A
 
 
 def test_other_architectures_are_refused(tmp_path: Path) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "qwen2")
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "mamba")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(ConfigError, match="architecture 'qwen2'; of GGUF files only 'llama'"):
+    with pytest.raises(ConfigError, match="architecture 'mamba'; of GGUF files llama, qwen2"):
         read_model_config(tmp_path / "model.gguf")
 
 
@@ -215,7 +252,7 @@ def test_missing_and_unknown_tensors_are_named(twin: Twin, monkeypatch: pytest.M
     path, config, tensors = twin
     monkeypatch.setitem(LAYER_NAMES, "mlp.up_proj", "ffn_upper")
     write_gguf(path, config, tensors, {})
-    with pytest.raises(ConfigError, match=r"lacks tensors .*0\.mlp\.up_proj.*unknown tensors blk\.0\.ffn_upper"):
+    with pytest.raises(ConfigError, match=r"lacks tensors .*blk\.0\.ffn_up\..*unknown tensors blk\.0\.ffn_upper"):
         load(path)
 
 

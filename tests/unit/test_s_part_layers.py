@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fastdecode_hpc.config import ModelConfig, RopeScaling
-from fastdecode_hpc.s_part import layers
+from fastdecode_hpc.s_part import layers, rope
 from fastdecode_hpc.s_part.model import SPart
 from fastdecode_hpc.s_part.weights import dummy_weights
 
@@ -39,21 +39,50 @@ def test_rms_norm_of_half_type_is_computed_in_float32() -> None:
     torch.testing.assert_close(out, torch.ones_like(x))
 
 
-def test_swiglu() -> None:
-    gate_up = torch.randn(2, 10)
-    gate, up = gate_up.double().numpy()[:, :5], gate_up.double().numpy()[:, 5:]
-    np.testing.assert_allclose(layers.swiglu(gate_up).numpy(), gate / (1 + np.exp(-gate)) * up, rtol=1e-5)
+def test_layer_norm() -> None:
+    x, weight = torch.randn(3, 32), torch.rand(2, 32)
+    wide = x.double().numpy()
+    plain = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + 1e-3)
+    expected = weight[0].numpy() * plain + weight[1].numpy()
+    np.testing.assert_allclose(layers.layer_norm(x, weight, 1e-3).numpy(), expected, rtol=1e-4, atol=1e-6)
 
 
-def test_silu_of_a_value_does_not_depend_on_its_place() -> None:
+def test_rms_norm_whose_weights_are_kept_less_one() -> None:
+    x, weight = torch.randn(3, 32), torch.rand(32)
+    out = layers.rms_norm_plus_one(x, weight - 1, 1e-5)
+    torch.testing.assert_close(out, layers.rms_norm(x, weight, 1e-5))
+    half = layers.rms_norm_plus_one(x.bfloat16(), torch.full((32,), 1e-3, dtype=torch.bfloat16), 1e-5)
+    expected = (layers.rms_norm(x.bfloat16().float(), torch.full((32,), 1.001), 1e-5)).bfloat16()
+    torch.testing.assert_close(half, expected, rtol=0, atol=0)  # 1.001 is none in bf16, and is not rounded to one
+
+
+PLAIN_ACTIVATIONS = {
+    "silu": lambda x: x / (1 + math.exp(-x)),
+    "gelu": lambda x: x * (1 + math.erf(x / math.sqrt(2))) / 2,
+    "gelu-tanh": lambda x: x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
+    "relu": lambda x: max(x, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", layers.ACTIVATIONS)
+def test_activations(name: str) -> None:
+    x = torch.linspace(-6, 6, 101)
+    expected = [PLAIN_ACTIVATIONS[name](value) for value in x.double().tolist()]
+    np.testing.assert_allclose(layers.ACTIVATIONS[name](x).numpy(), expected, rtol=1e-5, atol=1e-6)
+    assert layers.ACTIVATIONS[name](x.half()).dtype == torch.float16
+
+
+@pytest.mark.parametrize("name", layers.ACTIVATIONS)
+def test_an_activation_of_a_value_does_not_depend_on_its_place(name: str) -> None:
+    activation = layers.ACTIVATIONS[name]
     gate = torch.randn(128, 2 * 1544)[:, :1544] * 4
-    alone = torch.cat([layers.silu(row[None]) for row in gate])
+    alone = torch.cat([activation(row[None]) for row in gate])
     before = torch.get_num_threads()
     try:
         for num_threads in (2, 3, 7):  # shares of 3 and 7 threads end amid a vector
             torch.set_num_threads(num_threads)
             for count in (7, 56, 64, 80, 112, 128):
-                assert torch.equal(layers.silu(gate[:count]), alone[:count]), (num_threads, count)
+                assert torch.equal(activation(gate[:count]), alone[:count]), (num_threads, count)
     finally:
         torch.set_num_threads(before)
 
@@ -72,13 +101,13 @@ def test_rotation_turns_pairs_by_position_times_frequency() -> None:
             turn = np.exp(1j * position * 500.0 ** (-2 * i / 8))
             pair = (x[row, :, i].double().numpy() + 1j * x[row, :, i + 4].double().numpy()) * turn
             expected[row, :, i], expected[row, :, i + 4] = pair.real, pair.imag
-    layers.rotate_(x, layers.rope_table(config, 128, CPU)[positions])
+    layers.rotate_(x, rope.rope_table(config, 128, CPU)[positions])
     np.testing.assert_allclose(x.numpy(), expected, atol=1e-5)
 
 
 def test_linear_scaling_divides_every_frequency() -> None:
-    plain = layers.rope_frequencies(make_config())
-    scaled = layers.rope_frequencies(make_config(rope_scaling=RopeScaling("linear", 4.0)))
+    plain = rope.rope_frequencies(make_config())
+    scaled = rope.rope_frequencies(make_config(rope_scaling=RopeScaling("linear", 4.0)))
     torch.testing.assert_close(scaled, plain / 4)
 
 
@@ -88,16 +117,19 @@ def test_llama3_scaling_keeps_short_and_divides_long_waves(wavelength: float, di
     frequency = torch.tensor([2 * math.pi / wavelength])
     # In between the share kept is (8192 / wavelength - 1) / (4 - 1): a third at 4096.
     expected = {2.4: 1 / (1 / 3 + 2 / 3 / 8)}.get(divisor, divisor)
-    torch.testing.assert_close(frequency / layers.scale_frequencies(frequency, scaling), torch.tensor([expected]))
+    torch.testing.assert_close(frequency / rope.scale_frequencies(frequency, scaling), torch.tensor([expected]))
 
 
-def plain_causal(q: Tensor, k: Tensor, v: Tensor, start: int, window: int | None) -> np.ndarray:
+def plain_causal(
+    q: Tensor, k: Tensor, v: Tensor, start: int, window: int | None, scale: float | None = None, cap: float = math.inf
+) -> np.ndarray:
     group = q.shape[1] // k.shape[1]
     out = np.empty(q.shape)
     for row, head in np.ndindex(*q.shape[:2]):
         first = 0 if window is None else max(0, start + row + 1 - window)
         keys, values = (x[first : start + row + 1, head // group].double().numpy() for x in (k, v))
-        scores = keys @ q[row, head].double().numpy() / math.sqrt(q.shape[2])
+        scores = keys @ q[row, head].double().numpy() * (scale or 1 / math.sqrt(q.shape[2]))
+        scores = scores if cap == math.inf else cap * np.tanh(scores / cap)
         weights = np.exp(scores - scores.max())
         out[row, head] = weights @ values / weights.sum()
     return out
@@ -109,6 +141,14 @@ def test_causal_attention(start: int, count: int, window: int | None) -> None:
     q, k, v = torch.randn(count, 4, 8), torch.randn(start + count, 2, 8), torch.randn(start + count, 2, 8)
     expected = plain_causal(q, k, v, start, window)
     np.testing.assert_allclose(layers.causal_attention(q, k, v, start, window).numpy(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("cap", [None, 1.5])
+def test_causal_attention_with_scale_and_cap(window: int | None, cap: float | None) -> None:
+    q, k, v = torch.randn(8, 4, 8), torch.randn(28, 2, 8), torch.randn(28, 2, 8)
+    expected = plain_causal(q, k, v, 20, window, 0.7, cap or math.inf)
+    np.testing.assert_allclose(layers.causal_attention(q, k, v, 20, window, 0.7, cap).numpy(), expected, atol=1e-5)
 
 
 def make_s_part(config: ModelConfig) -> SPart:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from fastdecode_hpc.config import ConfigError, ModelConfig
+from fastdecode_hpc.config import ConfigError, Experts, ModelConfig
+from fastdecode_hpc.s_part import model
 from fastdecode_hpc.s_part.model import SPart
 from fastdecode_hpc.s_part.row_tiles import RowTiles, find_row_tiles
 from fastdecode_hpc.s_part.weights import dummy_weights
@@ -143,6 +145,20 @@ CONFIGS = {
     "odd": one_layer(576, 9, 3, 64, 1544),
     "tiny": one_layer(64, 4, 2, 16, 100),
 }
+CONFIGS |= {
+    "layer-norm": replace(
+        CONFIGS["odd"], norm="layer", activation="gelu", gated=False, parallel=True, rotary_dim=16, residual_scale=0.3
+    ),
+    "norms": replace(
+        CONFIGS["odd"], norm="rms-plus-one", norm_place="both", qk_norm="head", activation="gelu-tanh",
+        logit_softcap=3.0, embedding_scale=24.0,
+    ),
+    "experts": replace(one_layer(576, 9, 3, 64, 200), mlp_bias=False, experts=Experts(8, 2), qk_norm="row"),
+    "projected": replace(
+        CONFIGS["tiny"], embedding_size=40, rotary_dim=0, position_offset=2, norm="layer", norm_place="sum",
+        activation="relu", gated=False, final_norm=False,
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -154,10 +170,15 @@ def test_rows_do_not_depend_on_their_batch_or_place(name: str, num_threads: int)
     hidden = torch.randn(300, config.hidden_size, generator=generator)
     o = torch.randn(300, config.q_size, generator=generator)
     positions = torch.randint(0, 512, (300,), generator=generator)
+    tokens = torch.randint(0, 500, (300,), generator=generator)
 
     def run(rows: Tensor) -> Tensor:
         after = s_part.post_attention(0, hidden[rows], o[rows])
-        return torch.cat((s_part.pre_attention(0, hidden[rows], positions[rows]), after, s_part.logits(after)), dim=1)
+        qkv, embedded = (
+            s_part.pre_attention(0, hidden[rows], positions[rows]),
+            s_part.embed(tokens[rows], positions[rows]),
+        )
+        return torch.cat((embedded, qkv, after, s_part.logits(after)), dim=1)
 
     expected = run(torch.arange(300))
     for count in (1, 2, 3, 5, 8, 9, 31, 33, 96, 129, 257, 299):
@@ -166,14 +187,12 @@ def test_rows_do_not_depend_on_their_batch_or_place(name: str, num_threads: int)
 
 
 def test_a_product_that_depends_on_the_row_count_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.nn import functional
-
-    linear = functional.linear
+    linear = model.linear
 
     def faulty(x: Tensor, *args: Tensor) -> Tensor:
         return small_change(linear(x, *args)) if x.shape[0] in (64, 128) else linear(x, *args)
 
-    monkeypatch.setattr(functional, "linear", faulty)
+    monkeypatch.setattr(model, "linear", faulty)
     config = CONFIGS["tiny"]
     weights = dummy_weights(config, dtype=torch.float32, device=CPU)
     s_part = SPart(config, weights, device=CPU, dtype=torch.float32, batch_invariant=True)

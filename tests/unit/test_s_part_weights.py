@@ -78,7 +78,7 @@ def test_config_of_llama(tmp_path: Path) -> None:
     config = read_config(tmp_path, rope_theta=5e5, attention_bias=True)
     assert config == ModelConfig(
         vocab_size=100, hidden_size=64, intermediate_size=96, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16,
-        max_context_len=256, rms_norm_eps=1e-5, rope_theta=5e5, attention_bias=True, output_bias=True,
+        max_context_len=256, norm_eps=1e-5, rope_theta=5e5, attention_bias=True, output_bias=True,
         eos_token_ids=(2,), architecture="llama",
     )  # fmt: skip
 
@@ -88,7 +88,7 @@ def test_config_takes_transformers_defaults(tmp_path: Path) -> None:
     assert read_config(tmp_path, drop="architectures").architecture == "llama"
     assert read_config(tmp_path, head_dim=24).head_dim == 24
     assert read_config(tmp_path, head_dim=None).head_dim == 16
-    assert read_config(tmp_path, drop="rms_norm_eps").rms_norm_eps == 1e-6
+    assert read_config(tmp_path, drop="rms_norm_eps").norm_eps == 1e-6
     assert read_config(tmp_path, sliding_window=8).sliding_window is None  # Llama has none
 
 
@@ -125,14 +125,13 @@ def test_end_tokens_of_both_files_count(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         (
-            {"architectures": ["Qwen2ForCausalLM"]},
-            "Qwen2ForCausalLM; supported are LlamaForCausalLM",
+            {"architectures": ["MambaForCausalLM"]},
+            "MambaForCausalLM; supported are LlamaForCausalLM",
         ),
-        ({"architectures": None, "model_type": "gpt2"}, "gpt2; supported"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"architectures": None, "model_type": "bloom"}, "bloom; supported"),
+        ({"hidden_act": "mish"}, "hidden_act is 'mish'; supported are silu"),
         ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config \(gptq\)"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2}}, "rope type is 'yarn'"),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2}}, "rope type is 'dynamic'"),
+        ({"rope_scaling": {"rope_type": "axial", "factor": 2}}, "rope type is 'axial'"),
         ({"rope_parameters": {"full": {"rope_type": "default"}}}, "rope parameters per layer type"),
         ({"rope_scaling": {"type": "linear"}}, "type linear lacks factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "type llama3 lacks low_freq_factor"),

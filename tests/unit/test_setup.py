@@ -11,7 +11,7 @@ from fastdecode_hpc.advice import placement_advice
 from fastdecode_hpc.config import ConfigError, ModelConfig, RunConfig
 from fastdecode_hpc.host import HostInfo
 from fastdecode_hpc.launch import Launch
-from fastdecode_hpc.setup import Hello, best_common_isa, decide_setup, kv_budget, num_parameters, weights_on_host
+from fastdecode_hpc.setup import Hello, best_common_isa, decide_setup, kv_budget, weights_on_host
 
 MODEL = ModelConfig(1000, 64, 96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, max_context_len=512)
 GIB = 1 << 30
@@ -147,9 +147,9 @@ def test_ranks_and_context_must_fit() -> None:
 
 def test_weights_are_counted_where_they_lie() -> None:
     per_layer = 64 * (2 * 64 + 2 * 32) + 3 * 64 * 96
-    assert num_parameters(MODEL) == 2 * per_layer + 2 * 1000 * 64
-    assert weights_on_host(RunConfig(), MODEL, "cpu") == 4 * num_parameters(MODEL)
-    assert weights_on_host(RunConfig(dtype="bf16"), MODEL, "cpu") == 2 * num_parameters(MODEL)
+    assert MODEL.num_weights == 2 * per_layer + 2 * 1000 * 64
+    assert weights_on_host(RunConfig(), MODEL, "cpu") == 4 * MODEL.num_weights
+    assert weights_on_host(RunConfig(dtype="bf16"), MODEL, "cpu") == 2 * MODEL.num_weights
     assert weights_on_host(RunConfig(), MODEL, "cuda") == 0
 
 

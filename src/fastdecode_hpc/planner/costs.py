@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from fastdecode_hpc.config import DTYPE_BYTES, ConfigError, ModelConfig, RunConfig
+from fastdecode_hpc.config import DTYPE_BYTES, ConfigError, Experts, ModelConfig, RunConfig
 from fastdecode_hpc.planner.profile import KVRates, Profile
 from fastdecode_hpc.schedule.kv_layout import KVLayout, LayerGroup, make_layout
 from fastdecode_hpc.schedule.prompts import Piece, cut_chunks
@@ -18,17 +19,6 @@ from fastdecode_hpc.sequence import Sequence as Prompt
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-
-
-def layer_weights(model: ModelConfig) -> int:
-    """Elements of the matrices of one layer."""
-    attention = model.hidden_size * (2 * model.q_size + 2 * model.kv_size)
-    return attention + 3 * model.hidden_size * model.intermediate_size
-
-
-def head_weights(model: ModelConfig) -> int:
-    """Elements of the matrix that gives logits."""
-    return model.hidden_size * model.vocab_size
 
 
 def transfer_ratio(model: ModelConfig, layout: KVLayout, wire_dtype: str, context_len: int) -> float:
@@ -130,8 +120,8 @@ class Costs:
         self._bytes_per_s = np.array([rates.bytes_per_s for rates in self._rates])
         self._call_s = np.array([rates.call_s for rates in self._rates])
         self._pair_s = np.array([rates.pair_s for rates in self._rates])
-        self._layer_scale = layer_weights(model) / layer_weights(profile.model)
-        self._head_scale = head_weights(model) / head_weights(profile.model)
+        self._layer_scale = model.active_weights / profile.model.active_weights
+        self._head_scale = model.head_weights / profile.model.head_weights
         self._layer_tiles = TileSizes(profile.s_part.layer_tiles)
         self._head_tiles = TileSizes(profile.s_part.head_tiles)
         wire_bytes = DTYPE_BYTES[config.wire_dtype]
@@ -140,8 +130,25 @@ class Costs:
 
     def s_layer(self, num_rows: int) -> float:
         """Seconds of both halves of a layer."""
-        s_part, rows = self.profile.s_part, self._layer_tiles.padded(num_rows)
-        return s_part.launch_s + max(0.0, s_part.layer(rows) - s_part.launch_s) * self._layer_scale
+        experts = self.model.experts
+        if experts == self.profile.model.experts:
+            return self.profile.s_part.launch_s + self._growing_s(num_rows) * self._layer_scale
+        return self.profile.s_part.launch_s + self._mixture_s(num_rows, experts)
+
+    def _mixture_s(self, num_rows: int, experts: Experts | None) -> float:
+        """What grows with the model where the profile's has other experts: rows dealt out evenly, one after another."""
+        model, weights = self.model, self.profile.model.active_weights
+        if experts is None or not num_rows:
+            return self._growing_s(num_rows) * self._layer_scale
+        passes = num_rows * experts.per_token
+        used = min(experts.count, passes)
+        mixture = used * self._growing_s(passes / used) * model.mlp_weights
+        return (self._growing_s(num_rows) * model.attention_weights + mixture) / weights
+
+    def _growing_s(self, num_rows: float) -> float:
+        """Seconds of a layer of the profile's model beside what any layer takes."""
+        s_part, rows = self.profile.s_part, self._layer_tiles.padded(math.ceil(num_rows))
+        return max(0.0, s_part.layer(rows) - s_part.launch_s)
 
     def slot_times(self, context_lens: Ints, workers: Ints) -> SlotTimes:
         """Times of one step of a slot.
@@ -200,7 +207,7 @@ class Costs:
 
     def _chunk_by_rows(self, tokens: int) -> float:
         """Where no prefill was measured: tokens are rows."""
-        return max(0.0, self.profile.s_part.layer(tokens) - self.profile.s_part.launch_s)
+        return self._growing_s(tokens)
 
     def _attention(self, group: LayerGroup, read_bytes: Floats, rows: Floats) -> Floats:
         seconds = self._call_s + rows * group.num_kv_heads * self._pair_s + read_bytes / self._bytes_per_s

@@ -14,7 +14,7 @@ from fastdecode_hpc.planner.profile import Profile
 from fastdecode_hpc.planner.steady import SteadyStep, steady_step
 from fastdecode_hpc.schedule.kv_layout import KVLayout
 from fastdecode_hpc.schedule.load_stabilizing import choose_interval
-from fastdecode_hpc.setup import KV_SHARE, num_parameters
+from fastdecode_hpc.setup import KV_SHARE
 
 ENOUGH = 0.97  # of the most tokens/s that any batch gives: a larger batch than needed only adds latency
 PAYS = 0.05  # by how much one more socket must raise tokens/s
@@ -211,7 +211,7 @@ class Planner:
         device = self.profile.s_part
         if not device.memory_bytes or not device.read_bandwidth:
             return None
-        weights = num_parameters(self.model) * DTYPE_BYTES["fp16"]
+        weights = self.model.num_weights * DTYPE_BYTES["fp16"]
         room = KV_SHARE * device.memory_bytes - weights
         batch = int(room // (self.layout.token_bytes * self.mean_context))
         if batch < 1:

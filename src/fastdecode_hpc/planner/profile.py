@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fastdecode_hpc.config import ConfigError, ModelConfig, RopeScaling, check_positive, naming, show
+from fastdecode_hpc.config import ConfigError, Experts, ModelConfig, RopeScaling, check_positive, naming, show
 from fastdecode_hpc.files import read_json_object, write_json
 from fastdecode_hpc.planner.curve import Curve
 from fastdecode_hpc.typed_values import TypedValues
@@ -234,10 +234,17 @@ def model_of(values: TypedValues) -> ModelConfig:
     given["eos_token_ids"] = values.ids("eos_token_ids")
     try:
         if "rope_scaling" in given:
-            given["rope_scaling"] = RopeScaling(**dict(values.inner("rope_scaling")))
-        return ModelConfig(**given)
+            given["rope_scaling"] = RopeScaling(**_with_tuples(values.inner("rope_scaling")))
+        if "experts" in given:
+            given["experts"] = Experts(**values.inner("experts"))
+        return ModelConfig(**_with_tuples(given))
     except TypeError as error:
         raise ConfigError(f"its model is incomplete: {error}") from None
+
+
+def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Lists as the tuples that they were."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
 def _r_part(values: TypedValues) -> RPartProfile:

@@ -134,8 +134,6 @@ class DecodeAttention:
         Type of q, k, v and of the output: fp32, fp16 or bf16 (as uint16).
     num_threads : int
         Threads that store K and V; `attend` uses those of its `StepWork`.
-    scale : float, optional
-        Of the scores; default ``head_dim ** -0.5``.
 
     Notes
     -----
@@ -151,7 +149,6 @@ class DecodeAttention:
         num_heads: int,
         wire_dtype: str,
         num_threads: int,
-        scale: float | None = None,
     ) -> None:
         _choose_isa()
         self._places = partition.layer_places
@@ -162,7 +159,8 @@ class DecodeAttention:
                 *views,
                 num_heads=num_heads,
                 wire_dtype=wire_dtype,
-                scale=pool.group.head_dim**-0.5 if scale is None else scale,
+                scale=pool.group.head_dim**-0.5 if pool.group.scale is None else pool.group.scale,
+                softcap=pool.group.softcap or 0.0,
             )
             for (pool, _), views in zip(partition.pairs, self._views, strict=True)
         )
@@ -241,6 +239,7 @@ def reference_attention(
     *,
     window: int | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Attention of one row in float64: the specification of the kernels.
 
@@ -254,6 +253,10 @@ def reference_attention(
         Of the newest token.
     window : int, optional
         Tokens that a query sees, itself included.
+    scale : float, optional
+        Of scores; default ``head_dim ** -0.5``.
+    softcap : float, optional
+        Scores become ``cap * tanh(score / cap)``.
 
     Returns
     -------
@@ -270,6 +273,8 @@ def reference_attention(
     keys = np.repeat(k[seen].astype(np.float64), group_size, axis=1)  # [num_seen, num_heads, head_dim]
     values = np.repeat(v[seen].astype(np.float64), group_size, axis=1)
     scores = np.einsum("hd,thd->ht", q.astype(np.float64), keys) * scale
+    if softcap is not None:
+        scores = softcap * np.tanh(scores / softcap)
     largest = scores.max(axis=1, keepdims=True)
     weights = np.exp(scores - largest)
     total = weights.sum(axis=1, keepdims=True)

@@ -8,6 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from fastdecode_hpc.config import ModelConfig
+from fastdecode_hpc.families.description import Family, WeightNames
 from fastdecode_hpc.model_config import gguf_config, read_hf_config
 from fastdecode_hpc.s_part.gguf_file import GGUFFile
 from fastdecode_hpc.s_part.gguf_rope import with_gguf_scaling
@@ -15,11 +16,10 @@ from fastdecode_hpc.s_part.safetensors_file import SafetensorsCheckpoint
 
 
 class Checkpoint(Protocol):
-    """Files that can be read row by row, under the names of transformers' Llama."""
+    """Files that can be read row by row."""
 
-    @property
-    def permuted_qk(self) -> bool:
-        """Whether rows of Q and K alternate between the halves of a head (interleaved rotary embedding)."""
+    def names_of(self, family: Family) -> WeightNames:
+        """What the files call the tensors of a model of this family."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

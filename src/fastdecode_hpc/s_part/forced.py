@@ -46,7 +46,7 @@ def forced_pass(s_part: SPart, windows: np.ndarray, attend: Attend) -> Tensor:
     """
     num_windows, context = windows.shape
     positions = torch.arange(context, device=s_part.device).repeat(num_windows)
-    hidden = s_part.embed(torch.from_numpy(windows.reshape(-1)).to(s_part.device))
+    hidden = s_part.embed(torch.from_numpy(windows.reshape(-1)).to(s_part.device), positions)
     for layer in range(s_part.config.num_layers):
         qkv = s_part.pre_attention(layer, hidden, positions)
         o = attend(layer, as_rows(qkv.float().cpu().contiguous()))

@@ -1,4 +1,4 @@
-"""Reading GGUF files: metadata, and tensors row by row under the names that safetensors checkpoints use.
+"""Reading GGUF files: metadata, and tensors row by row.
 
 The `gguf` package dequantises. Data is read, not mapped: touched pages of a mapping would count as this
 process's memory.
@@ -7,8 +7,6 @@ process's memory.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,27 +16,9 @@ import torch
 from torch import Tensor
 
 from fastdecode_hpc.config import ConfigError
+from fastdecode_hpc.families.description import Family, WeightNames
 from fastdecode_hpc.gguf_header import TensorInfo, read_gguf_header
 from fastdecode_hpc.s_part.tensor_places import Place, check_places
-
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
-_LAYER_PATTERN = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-_ROPE_DIVISORS = "rope_freqs.weight"
 
 
 class GGUFFile:
@@ -47,8 +27,6 @@ class GGUFFile:
     Attributes
     ----------
     header : GGUFHeader
-    permuted_qk : bool
-        Rows of Q and K are in the order of interleaved rotary embedding.
 
     Raises
     ------
@@ -57,20 +35,23 @@ class GGUFFile:
         used.
     """
 
-    permuted_qk = True
-
     def __init__(self, path: Path) -> None:
         self.path = path
         self.header = read_gguf_header(path)
-        self._entries = _by_standard_name(path, self.header.tensors)
+        self._entries = self.header.tensors
         for name, entry in self._entries.items():
             _check_entry(path, name, entry)
         check_places(path, (_place(name, entry) for name, entry in self._entries.items()))
 
+    def names_of(self, family: Family) -> WeightNames:
+        """llama.cpp's names of a family that it keeps."""
+        assert family.gguf is not None
+        return family.gguf.names
+
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor but ``rope_freqs``, by the name that safetensors checkpoints use."""
-        return {name: entry.shape for name, entry in self._entries.items() if name != _ROPE_DIVISORS}
+        """Shape of every tensor, by name."""
+        return {name: entry.shape for name, entry in self._entries.items()}
 
     @property
     def dtype(self) -> str:
@@ -83,14 +64,14 @@ class GGUFFile:
         largest = max(sizes, key=lambda type_id: sizes[type_id])
         return {"F32": "fp32", "F64": "fp32", "BF16": "bf16"}.get(_type_name(largest), "fp16")
 
-    def rope_divisors(self, count: int) -> Tensor | None:
-        """What each of `count` rotary frequencies is divided by, float32; None where nothing is said."""
-        entry = self._entries.get(_ROPE_DIVISORS)
+    def rope_divisors(self, name: str, count: int) -> Tensor | None:
+        """What each of `count` rotary frequencies is divided by, float32; None where no tensor of this name says it."""
+        entry = self._entries.get(name)
         if entry is None:
             return None
         if entry.shape != (count,):
-            raise ConfigError(f"{self.path} has {_ROPE_DIVISORS} of shape {list(entry.shape)}; it must be [{count}]")
-        return self.read(_ROPE_DIVISORS, 0, 1)[0]
+            raise ConfigError(f"{self.path} has {name} of shape {list(entry.shape)}; it must be [{count}]")
+        return self.read(name, 0, 1)[0]
 
     def read(self, name: str, first: int, count: int) -> Tensor:
         """Rows `first` to ``first + count - 1`` of a tensor (a vector is one row), dequantised to float32."""
@@ -107,24 +88,6 @@ class GGUFFile:
         # Blocks do not depend on rows: as one long row the package handles them in one go, many times faster.
         values = dequantize(rows.reshape(1, -1), _quantization(entry.type_id))
         return torch.from_numpy(values).view(count, -1)
-
-
-def _by_standard_name(path: Path, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    entries: dict[str, TensorInfo] = {}
-    for name, info in tensors.items():
-        standard = _standard_name(name)
-        if standard in entries:
-            raise ConfigError(f"{path} has the tensor {standard} under two names, one of them {name}")
-        entries[standard] = info
-    return entries
-
-
-def _standard_name(name: str) -> str:
-    """The name of a tensor in a safetensors checkpoint; unknown ones keep their own."""
-    match = _LAYER_PATTERN.fullmatch(name)
-    if match and match[2] in _LAYER_NAMES:
-        return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}"
-    return _NAMES.get(name, name)
 
 
 def _quantization(type_id: int) -> Any:

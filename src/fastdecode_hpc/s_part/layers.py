@@ -1,14 +1,17 @@
-"""The arithmetic of a Llama layer as plain functions of tensors; no weights, no state, no batching policy."""
+"""The arithmetic of a decoder layer as plain functions of tensors; no weights, no state, no batching policy."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastdecode_hpc.config import ModelConfig, RopeScaling
+# A norm: of the last dimension of a tensor, by its weights (and biases), with what is added to the variance.
+# On a CPU torch's own activations take scalar functions for the last elements of each thread's share and vector ones
+# for the others, so a value's last bit depends on its place. `exp` and `erf` alone round alike everywhere.
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -18,86 +21,87 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * (wide * scale).to(x.dtype)
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """``silu(gate) * up`` of rows ``[gate|up]``."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return silu(gate) * up
+def rms_norm_plus_one(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rms_norm` whose weights are kept less 1, rounded once at the end."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide * scale * (1.0 + weight.float())).to(x.dtype)
+
+
+def layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Norm with the mean taken off; `weight` is ``[2, size]``: weights, then biases."""
+    return F.layer_norm(x, x.shape[-1:], weight[0], weight[1], eps)
+
+
+NORMS = {"rms": rms_norm, "rms-plus-one": rms_norm_plus_one, "layer": layer_norm}
+"""By `ModelConfig.norm`."""
 
 
 def silu(x: Tensor) -> Tensor:
-    """``x / (1 + exp(-x))``, computed in float32, in the type of `x`.
-
-    Notes
-    -----
-    On a CPU torch's own takes a scalar exponential for the last elements of each thread's share and a
-    vector one for the others, so a value's last bit depends on its place. `exp` alone rounds alike everywhere.
-    """
+    """``x / (1 + exp(-x))``, computed in float32, in the type of `x`."""
     if x.device.type != "cpu":
         return F.silu(x)
     wide = x.float()
     return (wide / wide.neg().exp_().add_(1)).to(x.dtype)
 
 
-def rope_frequencies(config: ModelConfig) -> Tensor:
-    """Angle per position of each rotated pair.
-
-    Returns
-    -------
-    Tensor
-        ``[head_dim / 2]`` float32 on the CPU, scaled as `config.rope_scaling` says.
-    """
-    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-    frequencies = 1.0 / (config.rope_theta**exponent)
-    if config.rope_scaling is None:
-        return frequencies
-    return scale_frequencies(frequencies, config.rope_scaling)
+def gelu(x: Tensor) -> Tensor:
+    """``x Phi(x)``, computed in float32, in the type of `x`."""
+    if x.device.type != "cpu":
+        return F.gelu(x)
+    wide = x.float()
+    return (wide * (wide * math.sqrt(0.5)).erf_().add_(1).mul_(0.5)).to(x.dtype)
 
 
-def scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Rotary `frequencies`, float32, stretched as `scaling` says."""
-    if scaling.kind == "linear":
-        return frequencies / scaling.factor
-    wavelengths = 2 * math.pi / frequencies
-    # 0 where a wavelength outlasts the trained context (divide by `factor`), 1 where it fits often (keep).
-    fits = scaling.original_max_position / wavelengths
-    keep = (fits - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    keep = keep.clamp(0, 1)
-    return frequencies * ((1 - keep) / scaling.factor + keep)
+def gelu_tanh(x: Tensor) -> Tensor:
+    """The usual approximation of `gelu`, ``x (1 + tanh(u)) / 2`` with ``u = sqrt(2 / pi) (x + 0.044715 x^3)``."""
+    if x.device.type != "cpu":
+        return F.gelu(x, approximate="tanh")
+    wide = x.float()
+    twice_u = (wide.square() * 0.044715).add_(1).mul_(wide).mul_(2 * math.sqrt(2 / math.pi))
+    return (wide / twice_u.neg_().exp_().add_(1)).to(x.dtype)  # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u))
 
 
-def rope_table(config: ModelConfig, num_positions: int, device: torch.device) -> Tensor:
-    """Cosines and sines of all positions.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu,
+    "gelu": gelu,
+    "gelu-tanh": gelu_tanh,
+    "relu": F.relu,
+}
+"""By `ModelConfig.activation`."""
 
-    A table makes an angle's bits depend on its position alone: vectorised sines may round differently
-    with the place in the batch.
 
-    Returns
-    -------
-    Tensor
-        ``[num_positions, 2, head_dim / 2]`` float32: cosines, then sines.
-    """
-    angles = torch.outer(torch.arange(num_positions).float(), rope_frequencies(config))
-    return torch.stack((angles.cos(), angles.sin()), dim=1).to(device)
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """``cap tanh(x / cap)``."""
+    return torch.tanh(x / cap) * cap
 
 
 def rotate_(x: Tensor, rows: Tensor) -> None:
-    """Apply rotary embedding to heads in place: element i is paired with i + head_dim / 2.
+    """Apply rotary embedding to the first elements of heads in place: element i is paired with i + rotated / 2.
 
     Parameters
     ----------
     x : Tensor
         ``[num_rows, num_heads, head_dim]``, any float type; may be a view.
     rows : Tensor
-        ``[num_rows, 2, head_dim / 2]`` float32, the rows' lines of `rope_table`.
+        ``[num_rows, 2, rotated / 2]`` float32, the rows' lines of `rope_table`.
     """
-    cos, sin = rows[:, :1], rows[:, 1:]  # [num_rows, 1, head_dim / 2]
-    first, second = x.chunk(2, dim=-1)
+    cos, sin = rows[:, :1], rows[:, 1:]  # [num_rows, 1, rotated / 2]
+    first, second = x[..., : 2 * rows.shape[-1]].chunk(2, dim=-1)
     new_first = first * cos - second * sin
     second.copy_(second * cos + first * sin)
     first.copy_(new_first)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, start: int, window: int | None) -> Tensor:
+def causal_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: int,
+    window: int | None,
+    scale: float | None = None,
+    cap: float | None = None,
+) -> Tensor:
     """Attention of consecutive queries of one sequence over all its keys so far.
 
     Parameters
@@ -108,6 +112,10 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, start: int, window: int | 
         ``[start + num_queries, num_kv_heads, head_dim]``, same type as `q`.
     window : int or None
         Tokens a query sees, itself included; None: all.
+    scale : float, optional
+        Of scores; default: ``head_dim ** -0.5``.
+    cap : float, optional
+        Of scores (`softcap`); default: none.
 
     Returns
     -------
@@ -117,15 +125,29 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, start: int, window: int | 
     first = 0 if window is None else max(0, start - window + 1)  # keys before it are out of every window
     num_keys = k.shape[0] - first
     is_square = start == 0 and (window is None or num_keys <= window)
+    seen = None if is_square and cap is None else _visible(q.shape[0], num_keys, start - first, window, q.device)
+    if cap is not None:
+        assert seen is not None
+        return _capped_attention(q, k[first:], v[first:], seen, q.shape[-1] ** -0.5 if scale is None else scale, cap)
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None],  # [1, num_heads, num_queries, head_dim]
         k[first:].transpose(0, 1)[None],
         v[first:].transpose(0, 1)[None],
-        attn_mask=None if is_square else _visible(q.shape[0], num_keys, start - first, window, q.device),
+        attn_mask=seen,
         is_causal=is_square,
+        scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
     )
     return out[0].transpose(0, 1)
+
+
+def _capped_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, cap: float) -> Tensor:
+    """Attention with capped scores, which torch's own has not; scores and weights are float32."""
+    heads = q.unflatten(1, (k.shape[1], -1)).permute(1, 2, 0, 3)  # [kv_heads, group, num_queries, head_dim]
+    keys, values = (x.transpose(0, 1)[:, None] for x in (k, v))  # [kv_heads, 1, num_keys, head_dim]
+    scores = softcap((heads @ keys.mT).float() * scale, cap).masked_fill_(~seen, -math.inf)
+    out = scores.softmax(-1).to(v.dtype) @ values
+    return out.permute(2, 0, 1, 3).flatten(1, 2)
 
 
 def _visible(num_queries: int, num_keys: int, start: int, window: int | None, device: torch.device) -> Tensor:

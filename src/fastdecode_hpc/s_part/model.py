@@ -14,8 +14,9 @@ from torch import Tensor
 from fastdecode_hpc.config import ModelConfig
 from fastdecode_hpc.s_part import layers
 from fastdecode_hpc.s_part.products import linear
+from fastdecode_hpc.s_part.rope import rope_tables
 from fastdecode_hpc.s_part.row_tiles import BASE_SIZES, RowTiles, find_row_tiles
-from fastdecode_hpc.s_part.weights import Weights
+from fastdecode_hpc.s_part.weights import LayerWeights, Weights
 
 LAYER_TILES = (4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Row counts tried for the halves of a layer."""
@@ -54,18 +55,29 @@ class SPart:
         batch_invariant: bool,
         max_positions: int | None = None,
     ) -> None:
-        self.config, self.weights = config, weights
+        self.max_positions = max_positions or config.max_context_len
+        self.config, self.weights = config.for_context(self.max_positions), weights
         self.device, self.dtype = device, dtype
-        self._rope = layers.rope_table(config, max_positions or config.max_context_len, device)
+        self._norm, self._activation = layers.NORMS[config.norm], layers.ACTIVATIONS[config.activation]
+        scale = config.embedding_scale  # rounded to the weights' type, as these models were trained
+        self._embedding_scale = None if scale == 1.0 else torch.tensor(scale, dtype=dtype, device=device)
+        self._norms_sum = config.norm_place == "sum"
+        self._ropes = rope_tables(self.config, self.max_positions, device)
         self.layer_tiles, self.head_tiles = RowTiles(), RowTiles()
+        self.embed_tiles, self.expert_tiles = RowTiles(), RowTiles()
         if batch_invariant:
             with torch.inference_mode():
-                self.layer_tiles, self.head_tiles = self._check_tiles()
+                self._find_tiles()
 
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """Hidden states of tokens: ``[num_rows]`` int64 to ``[num_rows, hidden_size]``."""
+    @property
+    def can_be_recorded(self) -> bool:
+        """Whether the halves of layers do the same whatever the rows hold; experts take others each time."""
+        return self.config.experts is None
+
+    def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        """Hidden states of tokens: ``[num_rows]`` int64, ids and positions, to ``[num_rows, hidden_size]``."""
         with torch.inference_mode():
-            return F.embedding(token_ids, self.weights.embedding)
+            return self.embed_tiles.run(self._embed, token_ids, positions)
 
     def pre_attention(self, layer: int, hidden: Tensor, positions: Tensor) -> Tensor:
         """Norm, QKV projection and rotary embedding.
@@ -132,34 +144,104 @@ class SPart:
             raise ValueError(f"{k.shape[0]} keys and {v.shape[0]} values for {q.shape[0]} queries from {start} on")
         with torch.inference_mode():
             q, k, v = (x.to(q.dtype).unflatten(-1, (-1, self.config.head_dim)) for x in (q, k, v))
-            return layers.causal_attention(q, k, v, start, self.config.sliding_window).flatten(-2)
+            config = self.config
+            out = layers.causal_attention(
+                q, k, v, start, config.window_of(layer), config.attention_scale, config.attention_softcap
+            )
+            return out.flatten(-2)
+
+    def _embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        config, weights = self.config, self.weights
+        hidden = F.embedding(token_ids, weights.embedding).to(self.dtype)
+        if weights.project_in is not None:
+            hidden = linear(hidden, weights.project_in)
+        if weights.positions is not None:
+            hidden = hidden + F.embedding(positions + config.position_offset, weights.positions)
+        return hidden if self._embedding_scale is None else hidden * self._embedding_scale
 
     def _pre_attention(self, layer: int, hidden: Tensor, positions: Tensor) -> Tensor:
-        weights, config = self.weights.layers[layer], self.config
-        normed = layers.rms_norm(hidden, weights.attention_norm, config.rms_norm_eps)
-        qkv = linear(normed, weights.qkv, weights.qkv_bias)
-        qk = qkv[:, : config.q_size + config.kv_size].unflatten(-1, (-1, config.head_dim))
-        layers.rotate_(qk, self._rope[positions])
+        weights, config, rope = self.weights.layers[layer], self.config, self._ropes[layer]
+        qkv = linear(self._normed(hidden, weights.attention_norm), weights.qkv, weights.qkv_bias)
+        if weights.q_norm is not None and weights.k_norm is not None:
+            self._norm_qk_(qkv, weights.q_norm, weights.k_norm)
+        if rope is not None:
+            qk = qkv[:, : config.q_size + config.kv_size].unflatten(-1, (-1, config.head_dim))
+            layers.rotate_(qk, rope[positions])
         return qkv
+
+    def _norm_qk_(self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor) -> None:
+        """Norm q and k of rows ``[q|k|v]`` in place: each head, or all of a row's heads at once."""
+        config = self.config
+        q, k, _ = qkv.split([config.q_size, config.kv_size, config.kv_size], dim=-1)
+        for rows, norm in ((q, q_norm), (k, k_norm)):
+            heads = rows.unflatten(-1, (-1, norm.shape[-1]))
+            heads.copy_(self._norm(heads, norm, config.norm_eps))
 
     def _post_attention(self, layer: int, hidden: Tensor, o: Tensor) -> Tensor:
         weights = self.weights.layers[layer]
-        hidden = hidden + linear(o.to(self.dtype), weights.output, weights.output_bias)
-        normed = layers.rms_norm(hidden, weights.mlp_norm, self.config.rms_norm_eps)
+        attended = linear(o.to(self.dtype), weights.output, weights.output_bias)
+        if self.config.parallel:
+            return hidden + attended + self._mlp(weights, self._normed(hidden, weights.mlp_norm))
+        hidden = self._add(hidden, attended, weights.attention_out_norm)
+        return self._add(hidden, self._mlp(weights, self._normed(hidden, weights.mlp_norm)), weights.mlp_out_norm)
+
+    def _normed(self, hidden: Tensor, norm: Tensor | None) -> Tensor:
+        return hidden if norm is None else self._norm(hidden, norm, self.config.norm_eps)
+
+    def _add(self, hidden: Tensor, update: Tensor, norm: Tensor | None) -> Tensor:
+        """The residual sum; `norm` is of the update or, where the family has it so, of the sum."""
+        if self.config.residual_scale != 1.0:
+            update = update * self.config.residual_scale
+        return self._normed(hidden + update, norm) if self._norms_sum else hidden + self._normed(update, norm)
+
+    def _mlp(self, weights: LayerWeights, normed: Tensor) -> Tensor:
+        if weights.router is not None:
+            return self._mixture(weights, normed)
         gate_up = linear(normed, weights.gate_up, weights.gate_up_bias)
-        return hidden + linear(layers.swiglu(gate_up), weights.down, weights.down_bias)
+        return linear(self._activated(gate_up), weights.down, weights.down_bias)
+
+    def _activated(self, gate_up: Tensor) -> Tensor:
+        """``activation(gate) * up`` of rows ``[gate|up]``, or ``activation(up)`` of rows ``[up]``."""
+        if not self.config.gated:
+            return self._activation(gate_up)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self._activation(gate) * up
+
+    def _mixture(self, weights: LayerWeights, normed: Tensor) -> Tensor:
+        """Each row through the experts that the router gives it, weighed and summed in the order of experts."""
+        experts = self.config.experts
+        assert experts is not None and weights.router is not None
+        shares = linear(normed, weights.router).float().softmax(dim=-1)
+        chosen, numbers = shares.topk(experts.per_token, dim=-1)
+        if experts.normalised:
+            chosen = chosen / chosen.sum(dim=-1, keepdim=True)
+        out = torch.zeros_like(normed)
+        for expert in numbers.unique().tolist():
+            rows, places = (numbers == expert).nonzero(as_tuple=True)
+            result = self.expert_tiles.run(partial(self._expert, weights, expert), normed[rows])
+            out.index_add_(0, rows, result * chosen[rows, places, None].to(result.dtype))
+        return out
+
+    def _expert(self, weights: LayerWeights, expert: int, normed: Tensor) -> Tensor:
+        return linear(self._activated(linear(normed, weights.gate_up[expert])), weights.down[expert])
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        normed = layers.rms_norm(hidden, self.weights.final_norm, self.config.rms_norm_eps)
-        return linear(normed, self.weights.lm_head).float()
+        config, weights = self.config, self.weights
+        normed = self._normed(hidden, weights.final_norm)
+        if weights.project_out is not None:
+            normed = linear(normed, weights.project_out)
+        logits = linear(normed, weights.lm_head).float()
+        if config.logit_divisor != 1.0:
+            logits = logits / config.logit_divisor
+        return logits if config.logit_softcap is None else layers.softcap(logits, config.logit_softcap)
 
-    def _check_tiles(self) -> tuple[RowTiles, RowTiles]:
-        """Row counts that are safe here for both halves of a layer, and for the logits.
+    def _find_tiles(self) -> None:
+        """Find row counts that are safe here for an expert, both halves of a layer, the logits and the embedding.
 
         Layers have equal shapes, so the first stands for all. The check runs the very functions that the
         batches run, so it sees norms, rotary embedding and activation as well as the products.
         """
-        num_samples, config = max(BASE_SIZES), self.config
+        num_samples, config, weights = max(BASE_SIZES), self.config, self.weights.layers[0]
         generator = torch.Generator().manual_seed(0)
 
         def sample(size: int) -> Tensor:
@@ -169,6 +251,12 @@ class SPart:
             return torch.cat((self._pre_attention(0, hidden, positions), self._post_attention(0, hidden, o)), dim=1)
 
         hidden, o = sample(config.hidden_size), sample(config.q_size)
-        positions = torch.arange(num_samples, device=self.device) * 37 % self._rope.shape[0]
-        layer_tiles = find_row_tiles("layer", both_halves, (hidden, positions, o), LAYER_TILES)
-        return layer_tiles, find_row_tiles("logits", self._logits, (hidden,), HEAD_TILES)
+        positions = torch.arange(num_samples, device=self.device) * 37 % self.max_positions
+        if config.experts is not None:  # a layer's rows are dealt out to these, some to each
+            expert = partial(self._expert, weights, 0)
+            self.expert_tiles = find_row_tiles("expert", expert, (hidden,), LAYER_TILES)
+        self.layer_tiles = find_row_tiles("layer", both_halves, (hidden, positions, o), LAYER_TILES)
+        self.head_tiles = find_row_tiles("logits", self._logits, (hidden,), HEAD_TILES)
+        if self.weights.project_in is not None:
+            token_ids = torch.arange(num_samples, device=self.device) % config.vocab_size
+            self.embed_tiles = find_row_tiles("embedding", self._embed, (token_ids, positions), LAYER_TILES)

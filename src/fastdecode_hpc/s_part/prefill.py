@@ -81,8 +81,9 @@ class Prefill:
 
     def _embed(self, unit: Unit) -> _Chunk:
         tokens = [token for seq, start, stop in unit.pieces for token in seq.prompt_ids[start:stop]]
-        positions = [position for _, start, stop in unit.pieces for position in range(start, stop)]
-        return _Chunk(self.s_part.embed(self._tensor(tokens)), self._tensor(positions))
+        places = [position for _, start, stop in unit.pieces for position in range(start, stop)]
+        positions = self._tensor(places)
+        return _Chunk(self.s_part.embed(self._tensor(tokens), positions), positions)
 
     def _tensor(self, values: list[int]) -> torch.Tensor:
         return self.device.put(torch.tensor(values, dtype=torch.int64))

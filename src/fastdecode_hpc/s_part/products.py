@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastdecode_hpc.s_part.weights import Weights
+from fastdecode_hpc.s_part.weight_tensors import Weights
 
 ROWS_HINT = 32  # the order is the same for all numbers of rows, but oneDNN asks for one
 
@@ -29,11 +29,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     x : Tensor
         ``[num_rows, in]``
     weight : Tensor
-        ``[out, in]``, as it was loaded or as `pack` gave it.
+        ``[out, in]``, as `pack` gave it, or as it was loaded, which takes up to twice as long.
     bias : Tensor, optional
         ``[out]``
     """
-    if weight.is_mkldnn:
+    if weight.is_mkldnn or (weight.device.type == "cpu" and _can_pack(weight.dtype)):
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return out
     return F.linear(x, weight, bias)
@@ -55,7 +55,7 @@ def unpacked(weight: Tensor) -> Tensor:
 def pack_weights(weights: Weights) -> None:
     """Pack all matrices in place, one after the other: one is in memory twice at a time.
 
-    Of a head that is the embedding, whose rows are looked up, the packed one is a copy.
+    Of a head that is the embedding, whose rows are looked up, the packed one is a copy. Experts stay as they are.
     """
     for layer in weights.layers:
         for name in layer.matrices():

@@ -118,7 +118,7 @@ def _hidden_states(model: SPart, token_ids: list[int]) -> Tensor:
     """Input of the head for every token: ``[num_tokens, hidden_size]`` float32."""
     ids = torch.tensor(token_ids, device=model.device)
     positions = torch.arange(len(ids), device=model.device)
-    hidden = model.embed(ids).float()
+    hidden = model.embed(ids, positions).float()
     for layer in range(model.config.num_layers):
         _run_layer(model, layer, hidden, positions)
     return hidden
@@ -130,11 +130,11 @@ def _run_layer(model: SPart, layer: int, hidden: Tensor, positions: Tensor) -> N
     k, v = (hidden.new_empty(len(hidden), size) for size in sizes[1:])
     for rows in _blocks(len(hidden), LAYER_ROWS):
         q, k[rows], v[rows] = model.pre_attention(layer, hidden[rows], positions[rows]).split(sizes, dim=1)
-        o = _attention(model.config, q, k[: rows.stop], v[: rows.stop])
+        o = _attention(model.config, layer, q, k[: rows.stop], v[: rows.stop])
         hidden[rows] = model.post_attention(layer, hidden[rows], o)
 
 
-def _attention(config: ModelConfig, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _attention(config: ModelConfig, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of the newest tokens of one sequence over all of it, itself included.
 
     Parameters
@@ -144,18 +144,20 @@ def _attention(config: ModelConfig, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     k, v : Tensor
         ``[num_tokens, kv_size]``
     """
-    start = len(k) - len(q)
+    start, window, cap = len(k) - len(q), config.window_of(layer), config.attention_softcap
     k, v = (x.unflatten(1, (config.num_kv_heads, config.head_dim)) for x in (k, v))
     out = torch.empty_like(q)
     for rows in _blocks(len(q), max(1, SCORE_VALUES // (config.num_heads * len(k)))):
-        first = 0 if config.sliding_window is None else max(0, start + rows.start + 1 - config.sliding_window)
+        first = 0 if window is None else max(0, start + rows.start + 1 - window)
         keys = slice(first, start + rows.stop)
         heads = q[rows].unflatten(1, (config.num_kv_heads, -1, config.head_dim))
-        scores = torch.einsum("qhgd,khd->hgqk", heads, k[keys]) / math.sqrt(config.head_dim)
+        scores = torch.einsum("qhgd,khd->hgqk", heads, k[keys]) * config.score_scale
+        if cap is not None:
+            scores = torch.tanh(scores / cap) * cap
         age = torch.arange(start + rows.start, start + rows.stop, device=q.device)[:, None] - torch.arange(
             keys.start, keys.stop, device=q.device
         )
-        hidden = age < 0 if config.sliding_window is None else (age < 0) | (age >= config.sliding_window)
+        hidden = age < 0 if window is None else (age < 0) | (age >= window)
         weights = scores.masked_fill_(hidden, -math.inf).softmax(dim=-1)
         out[rows] = torch.einsum("hgqk,khd->qhgd", weights, v[keys]).flatten(1)
     return out
@@ -169,7 +171,13 @@ def _blocks(total: int, size: int) -> Iterator[slice]:
 def _as_float32(weights: Weights) -> Weights:
     """The same weights in float32; layers only as long as they are used."""
     return Weights(
-        weights.embedding, _Layers(weights.layers), weights.final_norm.float(), unpacked(weights.lm_head).float()
+        weights.embedding,
+        _Layers(weights.layers),
+        _float32(weights.final_norm),
+        unpacked(weights.lm_head).float(),
+        _float32(weights.positions),
+        _float32(weights.project_in),
+        _float32(weights.project_out),
     )
 
 

@@ -6,6 +6,7 @@ or unpickled.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import struct
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fastdecode_hpc.config import ConfigError, show
+from fastdecode_hpc.families.description import Family, WeightNames
 from fastdecode_hpc.files import parse_json_object, read_json_object
 from fastdecode_hpc.s_part.tensor_places import Place, check_places
 
@@ -44,8 +46,6 @@ class SafetensorsCheckpoint:
         If a file is missing, damaged or cut short, or holds a type that can't be used.
     """
 
-    permuted_qk = False
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._entries: dict[str, _Entry] = {}
@@ -55,6 +55,13 @@ class SafetensorsCheckpoint:
                     other = self._entries[name].path.name
                     raise ConfigError(f"tensor {name} is in both {other} and {path.name} of {folder}")
                 self._entries[name] = entry
+
+    def names_of(self, family: Family) -> WeightNames:
+        """The family's own names, without their prefix where the checkpoint is of the bare model."""
+        names = family.names
+        embedding = f"{names.embedding}.weight"
+        is_bare = embedding in self._entries and names.prefix + embedding not in self._entries
+        return dataclasses.replace(names, prefix="") if is_bare else names
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -60,7 +60,8 @@ class SlotStages:
         self._padded = min(self._device.padded(num_rows), self._max_rows)
         ids, places = np.array([token_ids, positions], np.int64)
         self._positions[:num_rows] = self._device.put(torch.from_numpy(places))
-        self._hidden[:num_rows] = self._s_part.embed(self._device.put(torch.from_numpy(ids)))
+        embedded = self._s_part.embed(self._device.put(torch.from_numpy(ids)), self._positions[:num_rows])
+        self._hidden[:num_rows] = embedded
         for padding in (self._hidden, self.out.device):
             padding[num_rows : self._padded].zero_()
 

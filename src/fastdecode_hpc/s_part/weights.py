@@ -7,22 +7,22 @@ memory than the weights.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from fastdecode_hpc.config import ConfigError, ModelConfig
+from fastdecode_hpc.families.description import WeightNames
+from fastdecode_hpc.families.known import BY_NAME
 from fastdecode_hpc.s_part.checkpoint import (
     Checkpoint,
     checkpoint_dtype,
     open_checkpoint,
     read_model_config,
 )
+from fastdecode_hpc.s_part.weight_targets import Target, list_targets
+from fastdecode_hpc.s_part.weight_tensors import LayerWeights, Weights, allocate
 
 __all__ = [
     "LayerWeights",
@@ -35,57 +35,6 @@ __all__ = [
 
 _CHUNK_BYTES = 1 << 20  # of float32; bounds what a read holds beside the weights
 _MAX_NAMES = 8  # in one message
-_LAYER_NUMBER = re.compile(r"model\.layers\.(\d{1,9})\.")
-
-
-@dataclass(slots=True)
-class LayerWeights:
-    """One layer; matrices are ``[out, in]``, biases None where the model has none."""
-
-    attention_norm: Tensor  # [hidden_size]
-    qkv: Tensor  # [qkv_size, hidden_size]
-    qkv_bias: Tensor | None
-    output: Tensor  # [hidden_size, q_size]
-    output_bias: Tensor | None
-    mlp_norm: Tensor  # [hidden_size]
-    gate_up: Tensor  # [2 * intermediate_size, hidden_size]
-    gate_up_bias: Tensor | None
-    down: Tensor  # [hidden_size, intermediate_size]
-    down_bias: Tensor | None
-
-    def matrices(self) -> list[str]:
-        """Names of what rows are multiplied with."""
-        return [name for name in self.__slots__ if (value := getattr(self, name)) is not None and value.ndim == 2]
-
-    def tensors(self) -> list[Tensor]:
-        """All tensors that are there."""
-        values = (getattr(self, name) for name in self.__slots__)
-        return [value for value in values if value is not None]
-
-
-@dataclass(slots=True)
-class Weights:
-    """All weights of a model, of one type on one device."""
-
-    embedding: Tensor  # [vocab_size, hidden_size]
-    layers: Sequence[LayerWeights]
-    final_norm: Tensor  # [hidden_size]
-    lm_head: Tensor  # [vocab_size, hidden_size]; the embedding itself where the model ties them
-
-    @property
-    def size_bytes(self) -> int:
-        """Memory of all tensors, a tied head counted once."""
-        head = [] if self.lm_head is self.embedding else [self.lm_head]
-        tensors = [self.embedding, self.final_norm, *head, *(t for layer in self.layers for t in layer.tensors())]
-        return sum(t.numel() * t.element_size() for t in tensors)
-
-
-class _Target(NamedTuple):
-    """Where one tensor of a checkpoint goes."""
-
-    name: str
-    place: Tensor  # view of a weight
-    head_dim: int | None = None  # of Q and K, whose rows may be permuted inside each head
 
 
 def load_weights(
@@ -116,13 +65,14 @@ def load_weights(
         If tensors are missing, unknown or of another shape, all named before anything is read.
     """
     checkpoint = open_checkpoint(path)
-    names = {name for name in checkpoint.shapes if not _is_ignored(name, config, first_layers)}
+    names = checkpoint.names_of(BY_NAME[config.architecture])
+    present = {name for name in checkpoint.shapes if not _is_ignored(name, names, config, first_layers)}
     # Before memory is taken: what the files hold bounds it, whatever sizes the configuration claims.
-    _check_names(path, checkpoint, names, _targets(config, _allocate(config, dtype, torch.device("meta"))))
-    weights = _allocate(config, dtype, device)
-    targets = list(_targets(config, weights))
+    wanted = list_targets(config, names, allocate(config, dtype, torch.device("meta")))
+    _check_names(path, checkpoint, present, wanted)
+    weights = allocate(config, dtype, device)
     done_bytes, total_bytes = 0, weights.size_bytes
-    for target in targets:
+    for target in list_targets(config, names, weights):
         _fill(target, checkpoint)
         done_bytes += target.place.numel() * target.place.element_size()
         if progress is not None:
@@ -132,82 +82,21 @@ def load_weights(
 
 def dummy_weights(config: ModelConfig, *, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Weights:
     """Random weights that keep activations near unit size, for benchmarks without a checkpoint."""
-    weights = _allocate(config, dtype, device)
+    weights = allocate(config, dtype, device)
     generator = torch.Generator(device).manual_seed(seed)
-    for target in _targets(config, weights):
-        if target.place.ndim == 2:
-            bound = math.sqrt(3 / target.place.shape[1])
+    for target in list_targets(config, BY_NAME[config.architecture].names, weights):
+        if len(target.shape) > 1:
+            bound = math.sqrt(3 / target.place.shape[-1])
             target.place.uniform_(-bound, bound, generator=generator)
         else:
-            target.place.fill_(1.0 if target.name.endswith("norm.weight") else 0.0)
+            is_norm_weight = target.is_norm and target.name.endswith(".weight")
+            target.place.fill_(1.0 if is_norm_weight and config.norm != "rms-plus-one" else 0.0)
     return weights
 
 
-def _allocate(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Weights:
-    """Weights without values; their memory is not touched yet."""
-
-    def empty(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    def bias(wanted: bool, size: int) -> Tensor | None:
-        return empty(size) if wanted else None
-
-    def layer() -> LayerWeights:
-        hidden, intermediate = config.hidden_size, config.intermediate_size
-        return LayerWeights(
-            attention_norm=empty(hidden),
-            qkv=empty(config.qkv_size, hidden),
-            qkv_bias=bias(config.attention_bias, config.qkv_size),
-            output=empty(hidden, config.q_size),
-            output_bias=bias(config.output_bias, hidden),
-            mlp_norm=empty(hidden),
-            gate_up=empty(2 * intermediate, hidden),
-            gate_up_bias=bias(config.mlp_bias, 2 * intermediate),
-            down=empty(hidden, intermediate),
-            down_bias=bias(config.mlp_bias, hidden),
-        )
-
-    embedding = empty(config.vocab_size, config.hidden_size)
-    lm_head = embedding if config.tie_embeddings else torch.empty_like(embedding)
-    return Weights(embedding, [layer() for _ in range(config.num_layers)], empty(config.hidden_size), lm_head)
-
-
-def _targets(config: ModelConfig, weights: Weights) -> Iterator[_Target]:
-    """Every tensor that a checkpoint of this model holds, with its place."""
-    yield _Target("model.embed_tokens.weight", weights.embedding)
-    for index, layer in enumerate(weights.layers):
-        prefix = f"model.layers.{index}."
-        yield _Target(prefix + "input_layernorm.weight", layer.attention_norm)
-        yield from _qkv_targets(config, prefix + "self_attn.", layer)
-        yield from _linear_targets(prefix + "self_attn.o_proj", layer.output, layer.output_bias)
-        yield _Target(prefix + "post_attention_layernorm.weight", layer.mlp_norm)
-        for half, name in enumerate(("gate_proj", "up_proj")):
-            bias = None if layer.gate_up_bias is None else layer.gate_up_bias.chunk(2)[half]
-            yield from _linear_targets(prefix + "mlp." + name, layer.gate_up.chunk(2)[half], bias)
-        yield from _linear_targets(prefix + "mlp.down_proj", layer.down, layer.down_bias)
-    yield _Target("model.norm.weight", weights.final_norm)
-    if not config.tie_embeddings:
-        yield _Target("lm_head.weight", weights.lm_head)
-
-
-def _qkv_targets(config: ModelConfig, prefix: str, layer: LayerWeights) -> Iterator[_Target]:
-    sizes = [config.q_size, config.kv_size, config.kv_size]
-    weights = layer.qkv.split(sizes)
-    biases = [None] * 3 if layer.qkv_bias is None else layer.qkv_bias.split(sizes)
-    for name, weight, bias in zip("qkv", weights, biases, strict=True):
-        head_dim = None if name == "v" else config.head_dim
-        yield from _linear_targets(f"{prefix}{name}_proj", weight, bias, head_dim)
-
-
-def _linear_targets(name: str, weight: Tensor, bias: Tensor | None, head_dim: int | None = None) -> Iterator[_Target]:
-    yield _Target(name + ".weight", weight, head_dim)
-    if bias is not None:
-        yield _Target(name + ".bias", bias, head_dim)
-
-
-def _check_names(path: Path, checkpoint: Checkpoint, names: set[str], targets: Iterable[_Target]) -> None:
+def _check_names(path: Path, checkpoint: Checkpoint, names: set[str], targets: Iterable[Target]) -> None:
     """Raise unless these tensors of the checkpoint are exactly the targets, in their shapes."""
-    wanted = {target.name: tuple(target.place.shape) for target in targets}
+    wanted = {target.name: target.shape for target in targets}
     present = {name: shape for name, shape in checkpoint.shapes.items() if name in names}
     problems = [
         _list_names("lacks", [name for name in wanted if name not in present]),
@@ -226,12 +115,13 @@ def _check_names(path: Path, checkpoint: Checkpoint, names: set[str], targets: I
         raise ConfigError(f"the checkpoint {path} does not fit its configuration: it {text}")
 
 
-def _is_ignored(name: str, config: ModelConfig, first_layers: bool) -> bool:
-    """Old checkpoints keep rotary frequencies; tied ones may keep a copy of the embedding."""
-    layer = _LAYER_NUMBER.match(name)
-    if first_layers and layer is not None and int(layer[1]) >= config.num_layers:
+def _is_ignored(name: str, names: WeightNames, config: ModelConfig, first_layers: bool) -> bool:
+    """Old checkpoints keep what is computed here, such as rotary frequencies; tied ones a copy of the embedding."""
+    before, after = (names.prefix + names.layer).split("{}")
+    number = name.removeprefix(before).split(after, 1)[0]
+    if first_layers and name.startswith(before) and number.isdecimal() and int(number[:9]) >= config.num_layers:
         return True
-    return name.endswith("rotary_emb.inv_freq") or (config.tie_embeddings and name == "lm_head.weight")
+    return name.endswith(names.ignored) or (config.tie_embeddings and name == names.head + ".weight")
 
 
 def _list_names(problem: str, names: list[str]) -> str:
@@ -241,26 +131,14 @@ def _list_names(problem: str, names: list[str]) -> str:
     return f"{problem} tensors {', '.join(names[:_MAX_NAMES])}{more}"
 
 
-def _fill(target: _Target, checkpoint: Checkpoint) -> None:
+def _fill(target: Target, checkpoint: Checkpoint) -> None:
     """Read one tensor into its place, some rows at a time."""
-    place, rows_per_unit = target.place, 1
-    if target.head_dim is not None and checkpoint.permuted_qk:
-        rows_per_unit = target.head_dim if place.ndim == 2 else 1
-        place = _interleaved(place, target.head_dim)
-    elif place.ndim == 1:
+    place, num_rows = target.place, math.prod(target.shape[:-1])
+    if len(target.shape) == 1:
         place = place[None]
+    rows_per_part = num_rows // place.shape[0]
     step = max(1, _CHUNK_BYTES // (4 * place[0].numel()))
     for first in range(0, place.shape[0], step):
         part = place[first : first + step]
-        rows = checkpoint.read(target.name, first * rows_per_unit, part.shape[0] * rows_per_unit)
+        rows = checkpoint.read(target.name, first * rows_per_part, part.shape[0] * rows_per_part)
         part.copy_(rows.view(part.shape))
-
-
-def _interleaved(place: Tensor, head_dim: int) -> Tensor:
-    """A view of a Q or K weight in the row order of interleaved rotary embedding.
-
-    Row ``2 i + s`` of a head there is row ``i + s * head_dim / 2`` here: pairs stand side by side there, in
-    two halves here.
-    """
-    heads = place.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2)  # [heads, head_dim / 2, 2, (columns)]
-    return heads if place.ndim == 2 else heads[None]

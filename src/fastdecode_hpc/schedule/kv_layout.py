@@ -28,7 +28,9 @@ def recent_border(position: Positions) -> Positions:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers that share a block table: equal window, KV heads, head_dim and types.
+    """Layers that share a block table and the arithmetic of their attention: what an R-worker must know of them.
+
+    They have equal window, KV heads, head_dim and types, and one scale and cap of scores.
 
     A quantised group has a second one beside it, `is_recent`: the most recent tokens of the same layers, as they
     came. Attention reads those instead, which costs little and keeps most of the accuracy.
@@ -41,6 +43,8 @@ class LayerGroup:
     v_dtype: str
     window: int | None = None
     is_recent: bool = False
+    scale: float | None = None  # of scores; None: head_dim ** -0.5
+    softcap: float | None = None  # scores become cap * tanh(score / cap)
 
     @property
     def is_quantised(self) -> bool:
@@ -145,15 +149,23 @@ class KVLayout:
 def make_layout(model: ModelConfig, *, block_size: int, kv_dtype: str) -> KVLayout:
     """Group the layers of `model` for the KV cache; `kv_dtype` as `config.parse_kv_dtype` reads it."""
     k_dtype, v_dtype = parse_kv_dtype(kv_dtype)
-    group = LayerGroup(
-        layers=tuple(range(model.num_layers)),
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        k_dtype=k_dtype,
-        v_dtype=v_dtype,
-        window=model.sliding_window,
+    windows: dict[int | None, list[int]] = {}
+    for layer in range(model.num_layers):
+        windows.setdefault(model.window_of(layer), []).append(layer)
+    groups = (
+        LayerGroup(
+            layers=tuple(layers),
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            k_dtype=k_dtype,
+            v_dtype=v_dtype,
+            window=window,
+            scale=model.attention_scale,
+            softcap=model.attention_softcap,
+        )
+        for window, layers in windows.items()
     )
-    return KVLayout(block_size=block_size, groups=with_recent(group))
+    return KVLayout(block_size=block_size, groups=tuple(part for group in groups for part in with_recent(group)))
 
 
 def with_recent(group: LayerGroup) -> tuple[LayerGroup, ...]:

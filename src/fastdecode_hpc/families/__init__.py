@@ -1,0 +1,1 @@
+"""Families of decoders as data: what their files call things, and what their layers are made of."""
