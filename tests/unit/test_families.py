@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import fastdecode_hpc
-from fastdecode_hpc.config import ConfigError, Experts, ModelConfig, RopeScaling
+from fastdecode_hpc.config import ConfigError
 from fastdecode_hpc.families.known import BY_NAME, FAMILIES
 from fastdecode_hpc.families.table import format_models
 from fastdecode_hpc.model_config import read_model_shape
+from fastdecode_hpc.model_shape import Experts, ModelConfig, RopeScaling
 from fastdecode_hpc.planner.profile import model_of
 from fastdecode_hpc.s_part.weight_targets import list_targets
 from fastdecode_hpc.s_part.weight_tensors import allocate

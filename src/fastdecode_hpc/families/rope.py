@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from fastdecode_hpc.config import ConfigError, RopeScaling, show
+from fastdecode_hpc.config import ConfigError, show
 from fastdecode_hpc.families.description import Rotary
+from fastdecode_hpc.model_shape import RopeScaling
 from fastdecode_hpc.typed_values import TypedValues
 
 _KINDS = ("default", "dynamic", "linear", "llama3", "yarn", "longrope")
