@@ -81,7 +81,10 @@ class Job:
         """A profile from one round."""
         measured = Measured(decode=decode, prompts=prompts, links=self.messages, read_bandwidth=self.reading)
         engine = self.session.first_engine(run)
-        return make_profile("here", run, engine.setup, measured, device=engine.device(), machine={})
+        return make_profile(
+            "here", run, engine.setup, measured,
+            device=engine.device(), row_tiles=engine.row_tiles(), machine={},
+        )  # fmt: skip
 
 
 def ragged_lives() -> list[Lengths]:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from fastdecode_hpc.model_shape import ModelConfig
     from fastdecode_hpc.r_part.worker import RWorker
     from fastdecode_hpc.s_part.model import SPart
+    from fastdecode_hpc.schedule.row_tiles import TileSizes
     from fastdecode_hpc.tokenizer import Tokenizer
     from fastdecode_hpc.transport.base import REnd, SEnd
     from fastdecode_hpc.transport.mpi import World
@@ -160,6 +161,11 @@ class Engine:
         if self._s_part.device.type == "cpu":
             return f"CPU of {self.me.host}, {self.me.threads} threads", 0
         return device_memory(self._s_part.device)
+
+    def row_tiles(self) -> tuple[TileSizes, TileSizes]:
+        """Row counts that layers of the S-Part run in, and its logits; on rank 0."""
+        assert self._s_part is not None
+        return self._s_part.layer_tiles, self._s_part.head_tiles
 
     # ---- building ----------------------------------------------------------------------------------
 

@@ -309,6 +309,7 @@ def _local_share(hello: Hello, here: list[Hello], reserve: int) -> float:
 
 
 def weights_on_host(run: RunConfig, model: ModelConfig, device: str) -> int:
-    """Bytes of host memory that the weights will take."""
+    """Bytes of host memory that the weights will take; a head that is the embedding is there twice, packed and not."""
     dtype = "fp32" if run.dtype == "auto" else run.dtype
-    return 0 if device != "cpu" else model.num_weights * DTYPE_BYTES[dtype]
+    tied_head = model.vocab_size * model.embedding_width if model.tie_embeddings else 0
+    return 0 if device != "cpu" else (model.num_weights + tied_head) * DTYPE_BYTES[dtype]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from fastdecode_hpc.bench.schedule_figures import Window
 from fastdecode_hpc.calibrate.fit import (
+    NO_BYTES_RATE,
     PromptPoint,
     fit_curve,
     fit_link,
@@ -16,11 +17,14 @@ from fastdecode_hpc.calibrate.fit import (
     fit_rates,
     nonnegative_fit,
 )
+from fastdecode_hpc.calibrate.profile_maker import doubts
 from fastdecode_hpc.calibrate.samples import DecodePoint, DecodeSample, WorkerSample, median_sample, sample_of
 from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.planner.curve import Curve
+from fastdecode_hpc.planner.profile import KVRates, RPartProfile
 from fastdecode_hpc.schedule.kv_layout import make_layout
-from fastdecode_hpc.timing import RankTimes, StepTimes
+from fastdecode_hpc.schedule.row_tiles import TileSizes
+from fastdecode_hpc.timing import RankTimes, StageTimes, StepTimes
 
 MODEL = ModelConfig(100, 64, 128, num_layers=6, num_heads=4, num_kv_heads=2, head_dim=32, max_context_len=4096)
 
@@ -69,6 +73,20 @@ def test_rates_of_each_type_are_found_from_contexts_and_rows():
         assert (rates.call_s, rates.pair_s, rates.bytes_per_s) == pytest.approx(true[kv_dtype], rel=1e-3)
 
 
+def test_a_rate_that_the_contexts_do_not_show_is_doubted():
+    layouts = {"fp16": make_layout(MODEL, block_size=32, kv_dtype="fp16")}
+    samples = {
+        DecodePoint("fp16", 2 * rows, context): make_sample(rows, context, r_layer_s=1e-3)
+        for rows in (8, 32) for context in (128, 777)
+    }  # fmt: skip
+    rates = fit_rates(samples, 0, layouts)
+    assert rates["fp16"].bytes_per_s == NO_BYTES_RATE
+    (note,) = doubts([RPartProfile("cpu", rates)])
+    assert "R-worker 0, fp16" in note
+    assert "--contexts" in note
+    assert not doubts([RPartProfile("cpu", {"fp16": KVRates(1e10)})])
+
+
 def test_curves_take_the_median_of_points_with_as_many_rows():
     samples = {
         DecodePoint("fp16", 16, context): make_sample(8, context, layer_s=seconds)
@@ -76,6 +94,12 @@ def test_curves_take_the_median_of_points_with_as_many_rows():
     }
     samples[DecodePoint("fp16", 64, 1)] = make_sample(32, 1, layer_s=5.0)
     assert fit_curve(samples, "layer_s") == Curve((8.0, 32.0), (2.0, 5.0))
+
+
+def test_curves_are_over_the_rows_that_are_computed():
+    samples = {DecodePoint("fp16", 2 * rows, 1): make_sample(rows, 1, layer_s=float(rows)) for rows in (5, 12, 20, 40)}
+    tiles = TileSizes((8, 16, 32))
+    assert fit_curve(samples, "layer_s", tiles) == Curve((8.0, 16.0, 32.0, 40.0), (5.0, 12.0, 20.0, 40.0))
 
 
 def test_what_prompts_take_is_found_and_their_logits_taken_off():
@@ -122,5 +146,11 @@ def test_a_window_becomes_seconds_of_layers_steps_and_stages():
     assert (first.rows, first.layer_s, first.turn_s) == pytest.approx((3, 0.1, 0.06))
     assert first.stage_s == pytest.approx((2.0 - 2 * 0.76) / 6)
     assert second.rows == 1
+    for times in steps[:-1]:  # a first layer that takes longer than the others, 0.08 + stage_s each
+        stage_s = sample.stage_s
+        times.stages = StageTimes(0.0, [0.1, 1.1 + stage_s, 2.08 + stage_s], [], [1.0, 2.0, 3.0], {}, [])
+    parts = sample_of(window, one_process=False)
+    assert (parts.layer_s, parts.turn_s) == pytest.approx((0.09, 0.1 + 0.03))
+    assert parts.stage_s == pytest.approx(sample.stage_s)
     slower = dataclasses.replace(sample, step_s=5.0, layer_s=0.7)
     assert median_sample([sample, slower, sample]) == sample

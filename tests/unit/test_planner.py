@@ -75,6 +75,7 @@ def test_a_profile_reads_back_as_it_was_written(tmp_path):
     profile = dataclasses.replace(
         make_profile(groups=(0, 2, 2), s_bytes_per_s=1e9), notes=("a note",), residuals={"r_part": [0.1]}
     )
+    profile = dataclasses.replace(profile, s_part=dataclasses.replace(profile.s_part, layer_tiles=(8, 64)))
     save_profile(tmp_path / "p.json", profile)
     assert load_profile(str(tmp_path / "p.json")) == profile
 
@@ -161,6 +162,28 @@ def test_a_cache_type_that_was_not_measured_is_refused():
 
 
 # ---- the clock
+
+
+def test_rows_that_are_padded_take_as_long_as_those_they_are_padded_to():
+    s_part = SPartProfile(
+        "gpu", Curve((8.0, 64.0), (1e-3, 8e-3)), head=Curve((8.0, 64.0), (1e-4, 8e-4)),
+        layer_tiles=(8, 16, 32), head_tiles=(8,),
+    )  # fmt: skip
+    profile = dataclasses.replace(make_profile(), s_part=s_part)
+    costs = Costs(profile, profile.model, RunConfig(), num_workers=1)
+    assert [costs.s_layer(rows) for rows in (1, 8, 17, 32, 33)] == pytest.approx([1e-3, 1e-3, 4e-3, 4e-3, 5e-3])
+    assert [costs.head_s(rows) for rows in (1, 9, 17, 24)] == pytest.approx([1e-4, 2e-4, 3e-4, 3e-4])
+
+
+@pytest.mark.parametrize("tiles", [(0,), (16, 8), (8, 8)])
+def test_row_counts_of_a_profile_increase(tmp_path, tiles):
+    profile = make_profile()
+    save_profile(
+        tmp_path / "p.json",
+        dataclasses.replace(profile, s_part=dataclasses.replace(profile.s_part, layer_tiles=tiles)),
+    )
+    with pytest.raises(ConfigError, match=r"layer_tiles is .*must increase"):
+        load_profile(str(tmp_path / "p.json"))
 
 
 def walk_steps(clock, num_layers, num_slots, s_layer, s_turn, r_layer, steps):

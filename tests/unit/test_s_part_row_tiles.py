@@ -12,13 +12,14 @@ from torch import Tensor
 
 from fastdecode_hpc.config import ConfigError
 from fastdecode_hpc.model_shape import Experts, ModelConfig
+from fastdecode_hpc.s_part import model
 from fastdecode_hpc.s_part.model import SPart
 from fastdecode_hpc.s_part.row_tiles import RowTiles, find_row_tiles
 from fastdecode_hpc.s_part.weights import dummy_weights
 
 CPU = torch.device("cpu")
 ROWS = (torch.randn(32, 5, generator=torch.Generator().manual_seed(1)),)
-SIZES = (16, 24, 32, 64)
+SIZES = (4, 8, 16, 24, 32, 64)
 
 
 def small_change(x: Tensor) -> Tensor:
@@ -26,7 +27,7 @@ def small_change(x: Tensor) -> Tensor:
 
 
 def test_check_keeps_all_sizes_of_a_function_without_faults() -> None:
-    assert find_row_tiles("test", torch.square, ROWS, SIZES) == RowTiles((8, *SIZES))
+    assert find_row_tiles("test", torch.square, ROWS, SIZES) == RowTiles((2, *SIZES))
 
 
 def test_check_drops_a_row_count_that_rounds_differently() -> None:
@@ -44,6 +45,15 @@ def test_check_drops_a_row_count_with_one_odd_place() -> None:
         return out
 
     assert find_row_tiles("test", function, ROWS, SIZES) == RowTiles((8, 16, 32, 64))
+
+
+@pytest.mark.parametrize("num_rows", [2, 4, 8, 16])
+def test_the_smallest_base_is_taken_only_where_all_larger_sizes_agree_with_it(num_rows: int) -> None:
+    def function(x: Tensor) -> Tensor:
+        return small_change(x) if x.shape[0] <= num_rows else x.clone()
+
+    assert find_row_tiles("test", function, ROWS, SIZES).sizes[0] == 8
+    assert find_row_tiles("test", function, ROWS, (4, 8)).sizes == ((8,) if num_rows < 8 else (2, 4, 8))
 
 
 def test_check_takes_a_larger_base_where_eight_rows_differ_among_themselves() -> None:
@@ -178,14 +188,12 @@ def test_rows_do_not_depend_on_their_batch_or_place(name: str, num_threads: int)
 
 
 def test_a_product_that_depends_on_the_row_count_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.nn import functional
-
-    linear = functional.linear
+    linear = model.linear
 
     def faulty(x: Tensor, *args: Tensor) -> Tensor:
         return small_change(linear(x, *args)) if x.shape[0] in (64, 128) else linear(x, *args)
 
-    monkeypatch.setattr(functional, "linear", faulty)
+    monkeypatch.setattr(model, "linear", faulty)
     config = CONFIGS["tiny"]
     weights = dummy_weights(config, dtype=torch.float32, device=CPU)
     s_part = SPart(config, weights, device=CPU, dtype=torch.float32, batch_invariant=True)

@@ -60,14 +60,30 @@ class LlamaServer:
     num_slots, num_threads : int
     variant : str
         Of `VARIANTS`.
+    num_steps : int
+        Of each window.
+
+    Attributes
+    ----------
+    prefill_tokens_per_s : float
+        Of the prompt that was computed.
     """
 
-    def __init__(self, model_path: Path, prompt: list[int], *, num_slots: int, num_threads: int, variant: str) -> None:
+    def __init__(
+        self,
+        model_path: Path,
+        prompt: list[int],
+        *,
+        num_slots: int,
+        num_threads: int,
+        variant: str,
+        num_steps: int = WINDOW_STEPS,
+    ) -> None:
         self._saved = tempfile.TemporaryDirectory()
         params = xllamacpp.CommonParams()
         params.model.path = str(model_path)
         params.n_parallel = num_slots
-        params.n_ctx = num_slots * (len(prompt) + 2 * WINDOW_STEPS)
+        params.n_ctx = num_slots * (len(prompt) + 2 * num_steps)
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = num_threads
         params.flash_attn_type = VARIANTS[variant]
         params.n_gpu_layers = 0
@@ -76,9 +92,9 @@ class LlamaServer:
         params.endpoint_slots = True
         params.slot_save_path = self._saved.name + "/"
         self._server = xllamacpp.Server(params)
-        self._prompt, self._num_slots = prompt, num_slots
+        self._prompt, self._num_slots, self._num_steps = prompt, num_slots, num_steps
         self._pool = ThreadPoolExecutor(num_slots)
-        self._complete(0, 1)
+        self.prefill_tokens_per_s = float(self._complete(0, 1)["prompt_per_second"])
         self._do(0, "save")
         for slot in range(1, num_slots):
             self._do(slot, "restore")
@@ -98,7 +114,7 @@ class LlamaServer:
         Each slot says how long its tokens took after the first one; what is left of the prompt then, its last
         token, is not in it. Slots start at most some steps apart.
         """
-        timings = self._complete_all(WINDOW_STEPS + 1)
+        timings = self._complete_all(self._num_steps + 1)
         return float(sum((timing["predicted_n"] - 1) / timing["predicted_ms"] * 1e3 for timing in timings))
 
     def _complete_all(self, num_tokens: int) -> list[dict[str, Any]]:

@@ -62,6 +62,8 @@ def add_arguments(benches: Any) -> None:
 def run_schedule(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """``fastdecode bench schedule``; the exit code."""
     _check(args)
+    if detect().kind == "none":
+        _check_files(args)
     if args.empty_stages:
         from fastdecode_hpc.bench.empty_stages import measure_empty_stages
 
@@ -91,15 +93,19 @@ def _check(args: argparse.Namespace) -> None:
     for name in args.cases:
         if name not in known:
             raise ConfigError(f"--cases has {name!r}; there are {', '.join(known)}")
-    if args.json is not None:
-        check_writable(args.json)
     if args.plot is not None:
         from fastdecode_hpc.plot_style import check_plot
 
         check_plot(args.plot)
-        check_writable(args.plot)
         if args.cases and not set(args.cases) & set(LIVES):
             raise ConfigError(f"--plot draws whole generations; --cases must have one of {', '.join(LIVES)}")
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    """Only where they are written: other ranks may not see the folder."""
+    for path in (args.json, args.plot):
+        if path is not None:
+            check_writable(path)
 
 
 def _run_config(args: argparse.Namespace, model: str, batch: int, kv_dtype: str = "fp16") -> RunConfig:
@@ -121,6 +127,11 @@ def _run_rank(args: argparse.Namespace, world: World | None) -> int:
     if world is not None and not world.is_s_rank:
         session.follow()
         return 0
+    try:  # from here on rank 0 is alone with its mistakes, and lets the others go
+        _check_files(args)
+    except ConfigError:
+        session.end()
+        raise
     rows = _measure(args, session)
     session.end()
     _report(args, rows, session.rank_lines())

@@ -44,6 +44,8 @@ class Recording:
     t_started_s, t_finished_s : list of float
         First token and end of each sequence, in the order in which they ended, since the run's start.
     num_layers, num_slots : int
+    keeps_stages : bool
+        Keep the times of the stages, which are many.
     """
 
     num_layers: int
@@ -51,10 +53,12 @@ class Recording:
     steps: list[StepTimes] = field(default_factory=list)
     t_started_s: list[float] = field(default_factory=list)
     t_finished_s: list[float] = field(default_factory=list)
+    keeps_stages: bool = False
 
     def add_step(self, times: StepTimes) -> None:
-        """Take a step's times, without those of its stages, which are many."""
-        times.stages = None
+        """Take a step's times."""
+        if not self.keeps_stages:
+            times.stages = None
         self.steps.append(times)
 
     def complete(self, completion: Completion) -> None:
@@ -123,18 +127,22 @@ class ScheduleSession:
         if self.world is not None:
             self.world.bcast(None)
 
-    def decode(self, run: RunConfig, lengths: Sequence[Lengths], *, given_kv: bool = True) -> Recording:
+    def decode(
+        self, run: RunConfig, lengths: Sequence[Lengths], *, given_kv: bool = True, keep_stages: bool = False
+    ) -> Recording:
         """Run sequences of these lengths, all of which are there from the start.
 
         Parameters
         ----------
         given_kv : bool
             Compute no prompts.
+        keep_stages : bool
+            Keep the times of each stage, of a short run.
         """
         if self.world is not None:
             self.world.bcast((run, given_kv))
         engine = self._engine(run, given_kv)
-        recording = Recording(engine.setup.model.num_layers, run.num_slots)
+        recording = Recording(engine.setup.model.num_layers, run.num_slots, keeps_stages=keep_stages)
         requests = (
             Request(index, None, [1] * prompt_len, params=SamplingParams(max_new_tokens=new, ignore_eos=True))
             for index, (prompt_len, new) in enumerate(lengths)
@@ -146,7 +154,7 @@ class ScheduleSession:
         """Steps of a full batch, or of `batch_size` sequences, that all have about `context` tokens."""
         new, batch_size = num_steps + MARGIN_STEPS, batch_size or run.max_batch_size
         prompt_len = max(1, context - new // 2)
-        recording = self.decode(run, [(prompt_len, new)] * batch_size)
+        recording = self.decode(run, [(prompt_len, new)] * batch_size, keep_stages=True)
         first, last = full_steps(recording.steps, batch_size)
         return recording.window(first + SETTLING_STEPS, last)
 

@@ -180,13 +180,19 @@ def _profile(args: argparse.Namespace, run: RunConfig, session: Any, measured: A
     engine = session.first_engine(run)
     machine = {**program_figures(), "ranks": session.rank_lines(), "config": run.as_dict()}
     return make_profile(
-        args.name or args.output.stem, run, engine.setup, measured, device=engine.device(), machine=machine
+        args.name or args.output.stem,
+        run,
+        engine.setup,
+        measured,
+        device=engine.device(),
+        row_tiles=engine.row_tiles(),
+        machine=machine,
     )
 
 
 def format_profile(profile: Profile) -> str:
     """What was fitted, and how far it is off at each point."""
-    lines = ["", "rank 0, seconds by rows of a mini-batch"]
+    lines = ["", "rank 0, seconds by rows of a mini-batch; layer and head by those computed, padding counted"]
     for name in ("layer", "head", "turn", "stage"):
         curve = getattr(profile.s_part, name)
         pairs = "  ".join(f"{x:g}: {seconds * 1e3:.3f} ms" for x, seconds in zip(curve.x, curve.seconds, strict=True))
@@ -212,4 +218,5 @@ def format_profile(profile: Profile) -> str:
         f"{entry['relative_error']:+7.1%} {entry['spread']:6.1%}"
         for entry in profile.residuals["steps"]
     ]
+    lines += [f"note: {note}" for note in profile.notes]
     return "\n".join(lines)

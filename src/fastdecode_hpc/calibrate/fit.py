@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,9 @@ from fastdecode_hpc.planner.curve import Curve
 from fastdecode_hpc.planner.profile import KVRates
 from fastdecode_hpc.schedule.kv_layout import KVLayout
 from fastdecode_hpc.schedule.prompts import cut_chunks
+from fastdecode_hpc.schedule.row_tiles import TileSizes
+
+NO_BYTES_RATE = 1e15  # bytes/s of a fit in which bytes take no time
 
 Floats = npt.NDArray[np.float64]
 Samples = Mapping[DecodePoint, DecodeSample]
@@ -55,9 +58,16 @@ def nonnegative_fit(columns: Floats, values: Floats) -> Floats:
     return best
 
 
-def fit_curve(samples: Samples, name: str) -> Curve:
-    """A curve over the rows of a mini-batch; points with as many rows count as one, by their median."""
-    return _curve([(sample.rows, getattr(sample, name)) for sample in samples.values()])
+def fit_curve(samples: Samples, name: str, tiles: TileSizes | None = None) -> Curve:
+    """A curve over the rows of a mini-batch; points with as many rows count as one, by their median.
+
+    Parameters
+    ----------
+    tiles : TileSizes, optional
+        That rows are padded to: the curve is over the rows that were computed.
+    """
+    tiles = tiles or TileSizes()
+    return _curve([(tiles.padded(round(sample.rows)), getattr(sample, name)) for sample in samples.values()])
 
 
 def fit_worker_curve(samples: Samples, worker: int, name: str) -> Curve:
@@ -85,7 +95,7 @@ def fit_rates(samples: Samples, worker: int, layouts: Mapping[str, KVLayout]) ->
         ]
         columns = np.array([_attention_columns(sample, worker, layout) for sample in mine])
         call_s, pair_s, byte_s = nonnegative_fit(columns, np.array([s.workers[worker].layer_s for s in mine]))
-        rates[kv_dtype] = KVRates(1.0 / max(byte_s, 1e-15), float(call_s), float(pair_s))
+        rates[kv_dtype] = KVRates(min(1.0 / max(byte_s, 1e-30), NO_BYTES_RATE), float(call_s), float(pair_s))
     return rates
 
 
@@ -98,7 +108,7 @@ def _attention_columns(sample: DecodeSample, worker: int, layout: KVLayout) -> t
 
 
 def fit_prompts(
-    samples: Mapping[PromptPoint, float], head: Curve, *, num_layers: int, chunk_tokens: int
+    samples: Mapping[PromptPoint, float], head_s: Callable[[int], float], *, num_layers: int, chunk_tokens: int
 ) -> tuple[float, float, float, float]:
     """Seconds for a chunk, a prompt in it, a token, a pair, in one layer.
 
@@ -106,15 +116,15 @@ def fit_prompts(
     ----------
     samples : mapping of PromptPoint to float
         Seconds that computing all of its prompts took, first tokens included.
-    head : Curve
-        What of this their logits took.
+    head_s : callable
+        What of this the logits of so many prompts took.
     """
     columns, values = [], []
     for point, seconds in samples.items():
         chunks = cut_chunks(make_prompts([point.prompt_len] * point.num_prompts), chunk_tokens)
         counts = np.array([chunk_counts(chunk) for chunk in chunks], float).sum(axis=0)
         ended = [sum(piece.stop == point.prompt_len for piece in chunk) for chunk in chunks]
-        heads = sum(head(count) for count in ended if count)
+        heads = sum(head_s(count) for count in ended if count)
         columns.append(counts * num_layers)
         values.append(max(seconds - heads, 0.1 * seconds))
     found = nonnegative_fit(np.array(columns), np.array(values))

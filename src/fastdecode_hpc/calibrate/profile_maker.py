@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastdecode_hpc.calibrate.fit import fit_curve, fit_link, fit_prompts, fit_rates, fit_worker_curve
+from fastdecode_hpc.calibrate.fit import NO_BYTES_RATE, fit_curve, fit_link, fit_prompts, fit_rates, fit_worker_curve
 from fastdecode_hpc.calibrate.measure import Measured
 from fastdecode_hpc.config import RunConfig
 from fastdecode_hpc.model_shape import ModelConfig
@@ -21,11 +21,19 @@ from fastdecode_hpc.planner.profile import (
 )
 from fastdecode_hpc.planner.steady import steady_step
 from fastdecode_hpc.schedule.kv_layout import make_layout
+from fastdecode_hpc.schedule.row_tiles import TileSizes
 from fastdecode_hpc.setup import KV_SHARE, Setup
 
 
 def make_profile(
-    name: str, run: RunConfig, setup: Setup, measured: Measured, *, device: tuple[str, int], machine: Mapping[str, Any]
+    name: str,
+    run: RunConfig,
+    setup: Setup,
+    measured: Measured,
+    *,
+    device: tuple[str, int],
+    row_tiles: tuple[TileSizes, TileSizes],
+    machine: Mapping[str, Any],
 ) -> Profile:
     """Fit everything.
 
@@ -33,11 +41,17 @@ def make_profile(
     ----------
     device : (str, int)
         What the S-Part runs on, and the bytes of its own memory, 0 for none.
+    row_tiles : (TileSizes, TileSizes)
+        Row counts that layers run in, and logits.
     """
     model, samples = setup.model, measured.decode
-    head = fit_curve(samples, "head_s")
+    layer_tiles, head_tiles = row_tiles
+    head = fit_curve(samples, "head_s", head_tiles)
     chunk_s, piece_s, token_s, pair_s = fit_prompts(
-        measured.prompts, head, num_layers=model.num_layers, chunk_tokens=run.prefill_chunk_tokens
+        measured.prompts,
+        lambda rows: head(head_tiles.padded(rows)),
+        num_layers=model.num_layers,
+        chunk_tokens=run.prefill_chunk_tokens,
     )
     kv_dtypes = dict.fromkeys(point.kv_dtype for point in samples)
     layouts = {t: make_layout(model, block_size=run.block_size, kv_dtype=t) for t in kv_dtypes}
@@ -66,8 +80,10 @@ def make_profile(
         s_part=SPartProfile(
             name=device[0],
             memory_bytes=device[1],
-            layer=fit_curve(samples, "layer_s"),
+            layer=fit_curve(samples, "layer_s", layer_tiles),
             head=head,
+            layer_tiles=layer_tiles.sizes,
+            head_tiles=head_tiles.sizes,
             turn=fit_curve(samples, "turn_s"),
             stage=fit_curve(samples, "stage_s"),
             chunk_s=chunk_s,
@@ -79,7 +95,18 @@ def make_profile(
         network=NetworkProfile(s_bytes_per_s=max(part.link_bytes_per_s for part in parts)),
         machine=machine,
     )
-    return _with_residuals(profile, run, measured)
+    return _with_residuals(dataclasses.replace(profile, notes=doubts(parts)), run, measured)
+
+
+def doubts(parts: Sequence[RPartProfile]) -> tuple[str, ...]:
+    """What the fit could not tell."""
+    return tuple(
+        f"R-worker {worker}, {kv_dtype}: attention took no longer for more KV, so that its rate is unknown; calibrate "
+        "with longer --contexts"
+        for worker, part in enumerate(parts)
+        for kv_dtype, rates in part.rates.items()
+        if rates.bytes_per_s >= NO_BYTES_RATE
+    )
 
 
 def _with_residuals(profile: Profile, run: RunConfig, measured: Measured) -> Profile:

@@ -6,6 +6,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from fastdecode_hpc.bench.schedule_figures import Window
 from fastdecode_hpc.schedule.step_figures import step_latencies
 from fastdecode_hpc.timing import StepTimes
@@ -71,16 +73,31 @@ def sample_of(window: Window, *, one_process: bool) -> DecodeSample:
     busy = sum(step.t_s_part + step.t_turn + step.t_prefill + step.t_wait for step in steps)
     if one_process:
         busy += sum(step.t_r_part for step in steps)
+    stage_s = max(0.0, (window.wall_s - busy) / stages)
+    layer_s = statistics.median(_layer_s(step, num_layers, stage_s) for step in steps)
     return DecodeSample(
         rows=statistics.fmean(step.num_rows for step in steps),
         context=statistics.fmean(step.load_tokens / max(1, step.num_rows) for step in steps),
         step_s=float(statistics.median(step_latencies(steps))),
-        layer_s=statistics.median((step.t_s_part - step.t_head) / num_layers for step in steps),
+        layer_s=layer_s,
         head_s=statistics.median(step.t_head for step in steps),
-        turn_s=statistics.median(step.t_turn for step in steps),
-        stage_s=max(0.0, (window.wall_s - busy) / stages),
+        turn_s=statistics.median(step.t_turn + step.t_s_part - step.t_head - num_layers * layer_s for step in steps),
+        stage_s=stage_s,
         workers=[_worker(steps, rank, window, stages, one_process) for rank in sorted(steps[0].ranks)],
     )
+
+
+def _layer_s(step: StepTimes, num_layers: int, stage_s: float) -> float:
+    """Seconds of both halves of a layer on rank 0, from the layers in the middle.
+
+    The first ones find caches full of the head and of what lies between two steps. What they take longer belongs to
+    the step: else a few layers would predict many wrongly.
+    """
+    mean = (step.t_s_part - step.t_head) / num_layers
+    if step.stages is None or len(step.stages.back) < 2:
+        return mean
+    back, posted = np.asarray(step.stages.back), np.asarray(step.stages.posted)
+    return float(min(mean, max(0.0, np.median(posted[1:] - back[:-1]) - stage_s)))
 
 
 def _worker(steps: Sequence[StepTimes], rank: int, window: Window, stages: int, one_process: bool) -> WorkerSample:

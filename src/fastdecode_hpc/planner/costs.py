@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -13,6 +14,7 @@ from fastdecode_hpc.model_shape import Experts, ModelConfig
 from fastdecode_hpc.planner.profile import KVRates, Profile
 from fastdecode_hpc.schedule.kv_layout import KVLayout, LayerGroup, make_layout
 from fastdecode_hpc.schedule.prompts import Piece, cut_chunks
+from fastdecode_hpc.schedule.row_tiles import TileSizes
 from fastdecode_hpc.sequence import SamplingParams
 from fastdecode_hpc.sequence import Sequence as Prompt
 
@@ -121,6 +123,8 @@ class Costs:
         self._pair_s = np.array([rates.pair_s for rates in self._rates])
         self._layer_scale = model.active_weights / profile.model.active_weights
         self._head_scale = model.head_weights / profile.model.head_weights
+        self._layer_tiles = TileSizes(profile.s_part.layer_tiles)
+        self._head_tiles = TileSizes(profile.s_part.head_tiles)
         wire_bytes = DTYPE_BYTES[config.wire_dtype]
         self._qkv_row_bytes, self._out_row_bytes = wire_bytes * model.qkv_size, wire_bytes * model.q_size
         self._kv_token_bytes = wire_bytes * 2 * model.kv_size
@@ -144,8 +148,8 @@ class Costs:
 
     def _growing_s(self, num_rows: float) -> float:
         """Seconds of a layer of the profile's model beside what any layer takes."""
-        s_part = self.profile.s_part
-        return max(0.0, s_part.layer(num_rows) - s_part.launch_s)
+        s_part, rows = self.profile.s_part, self._layer_tiles.padded(math.ceil(num_rows))
+        return max(0.0, s_part.layer(rows) - s_part.launch_s)
 
     def slot_times(self, context_lens: Ints, workers: Ints) -> SlotTimes:
         """Times of one step of a slot.
@@ -179,7 +183,7 @@ class Costs:
 
     def head_s(self, num_rows: int) -> float:
         """Seconds of logits and sampling."""
-        return self.profile.s_part.head(num_rows) * self._head_scale
+        return self.profile.s_part.head(self._head_tiles.padded(num_rows)) * self._head_scale
 
     def chunk_s(self, pieces: Sequence[Piece]) -> float:
         """Seconds of a chunk of prompts in one layer."""

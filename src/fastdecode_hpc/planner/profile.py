@@ -29,13 +29,16 @@ class SPartProfile:
     name : str
         The device.
     layer : Curve
-        Rows of a mini-batch to seconds of both halves of a layer of the profile's model.
+        Rows that are computed, padding counted, to seconds of both halves of a layer of the profile's model.
     launch_s : float
         What of this does not grow with the model.
     head : Curve
-        Rows to seconds of logits and sampling.
+        The same of logits and sampling.
+    layer_tiles, head_tiles : tuple of int
+        Row counts that the program runs these in, others being padded to them; none: any count.
     turn : Curve
-        Rows to seconds between two steps of a slot beside that: tokens, plan, reports.
+        Rows of a mini-batch to seconds between two steps of a slot beside that: tokens, plan, reports, and what the
+        first layers take longer than the others, with caches full of the head.
     stage : Curve
         Rows to seconds of a stage outside of its body: the loop, posting messages.
     chunk_s, chunk_piece_s, chunk_token_s, chunk_pair_s : float
@@ -49,6 +52,8 @@ class SPartProfile:
     layer: Curve
     launch_s: float = 0.0
     head: Curve = field(default_factory=lambda: Curve((1.0,), (0.0,)))
+    layer_tiles: tuple[int, ...] = ()
+    head_tiles: tuple[int, ...] = ()
     turn: Curve = field(default_factory=lambda: Curve((1.0,), (0.0,)))
     stage: Curve = field(default_factory=lambda: Curve((1.0,), (0.0,)))
     chunk_s: float = 0.0
@@ -259,6 +264,8 @@ def _build(cls: Any, values: TypedValues, **given: Any) -> Any:
             continue
         if spec.type == "Curve":
             given[spec.name] = _curve(values.inner(spec.name))
+        elif spec.type == "tuple[int, ...]":
+            given[spec.name] = _tiles(values, spec.name)
         elif spec.type == "str":
             given[spec.name] = values.text(spec.name, "")
         elif spec.type == "bool":
@@ -285,6 +292,13 @@ def _seconds_or_rate(values: TypedValues, name: str) -> float:
 
 def _curve(values: TypedValues) -> Curve:
     return Curve(values.numbers("x"), values.numbers("seconds"))
+
+
+def _tiles(values: TypedValues, name: str) -> tuple[int, ...]:
+    sizes = tuple(map(int, values.numbers(name)))
+    if any(b <= a for a, b in zip((0, *sizes), sizes, strict=False)):
+        raise ConfigError(f"{name} is {sizes}; row counts must increase from above 0")
+    return sizes
 
 
 def _plain(value: Any) -> Any:

@@ -10,8 +10,10 @@ from pathlib import Path
 import torch
 
 from fastdecode_hpc.config import ConfigError, RunConfig
+from fastdecode_hpc.host import keep_freed_memory
 from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.s_part.model import SPart
+from fastdecode_hpc.s_part.products import pack_weights
 from fastdecode_hpc.s_part.weights import checkpoint_dtype, dummy_weights, load_weights
 from fastdecode_hpc.s_part.wire import TORCH_DTYPES
 
@@ -60,6 +62,8 @@ def build_s_part(
     else:
         first = run.num_layers is not None
         weights = load_weights(path, model, dtype=dtype, device=device, first_layers=first, progress=progress)
+    pack_weights(weights)
+    keep_freed_memory()  # only now: the weights as they were read are given back
     logger.info("weights ready in %.1f s", time.perf_counter() - started)
     invariant = device.type == "cpu" if run.batch_invariant is None else run.batch_invariant
     return SPart(model, weights, device=device, dtype=dtype, batch_invariant=invariant, max_positions=max_context_len)

@@ -13,14 +13,15 @@ from torch import Tensor
 
 from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.s_part import layers
+from fastdecode_hpc.s_part.products import linear
 from fastdecode_hpc.s_part.rope import rope_tables
 from fastdecode_hpc.s_part.row_tiles import BASE_SIZES, RowTiles, find_row_tiles
 from fastdecode_hpc.s_part.weights import LayerWeights, Weights
 
-LAYER_TILES = (8, 16, 32, 64, 128, 256)
+LAYER_TILES = (4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Row counts tried for the halves of a layer."""
 
-HEAD_TILES = (8, 16, 32, 64, 128)
+HEAD_TILES = (4, 8, 16, 24, 32, 48, 64, 96, 128)
 """Row counts tried for the logits: few, because the head is by far the largest product to check."""
 
 
@@ -153,14 +154,14 @@ class SPart:
         config, weights = self.config, self.weights
         hidden = F.embedding(token_ids, weights.embedding).to(self.dtype)
         if weights.project_in is not None:
-            hidden = F.linear(hidden, weights.project_in)
+            hidden = linear(hidden, weights.project_in)
         if weights.positions is not None:
             hidden = hidden + F.embedding(positions + config.position_offset, weights.positions)
         return hidden if self._embedding_scale is None else hidden * self._embedding_scale
 
     def _pre_attention(self, layer: int, hidden: Tensor, positions: Tensor) -> Tensor:
         weights, config, rope = self.weights.layers[layer], self.config, self._ropes[layer]
-        qkv = F.linear(self._normed(hidden, weights.attention_norm), weights.qkv, weights.qkv_bias)
+        qkv = linear(self._normed(hidden, weights.attention_norm), weights.qkv, weights.qkv_bias)
         if weights.q_norm is not None and weights.k_norm is not None:
             self._norm_qk_(qkv, weights.q_norm, weights.k_norm)
         if rope is not None:
@@ -178,7 +179,7 @@ class SPart:
 
     def _post_attention(self, layer: int, hidden: Tensor, o: Tensor) -> Tensor:
         weights = self.weights.layers[layer]
-        attended = F.linear(o.to(self.dtype), weights.output, weights.output_bias)
+        attended = linear(o.to(self.dtype), weights.output, weights.output_bias)
         if self.config.parallel:
             return hidden + attended + self._mlp(weights, self._normed(hidden, weights.mlp_norm))
         hidden = self._add(hidden, attended, weights.attention_out_norm)
@@ -196,8 +197,8 @@ class SPart:
     def _mlp(self, weights: LayerWeights, normed: Tensor) -> Tensor:
         if weights.router is not None:
             return self._mixture(weights, normed)
-        gate_up = F.linear(normed, weights.gate_up, weights.gate_up_bias)
-        return F.linear(self._activated(gate_up), weights.down, weights.down_bias)
+        gate_up = linear(normed, weights.gate_up, weights.gate_up_bias)
+        return linear(self._activated(gate_up), weights.down, weights.down_bias)
 
     def _activated(self, gate_up: Tensor) -> Tensor:
         """``activation(gate) * up`` of rows ``[gate|up]``, or ``activation(up)`` of rows ``[up]``."""
@@ -210,7 +211,7 @@ class SPart:
         """Each row through the experts that the router gives it, weighed and summed in the order of experts."""
         experts = self.config.experts
         assert experts is not None and weights.router is not None
-        shares = F.linear(normed, weights.router).float().softmax(dim=-1)
+        shares = linear(normed, weights.router).float().softmax(dim=-1)
         chosen, numbers = shares.topk(experts.per_token, dim=-1)
         if experts.normalised:
             chosen = chosen / chosen.sum(dim=-1, keepdim=True)
@@ -222,14 +223,14 @@ class SPart:
         return out
 
     def _expert(self, weights: LayerWeights, expert: int, normed: Tensor) -> Tensor:
-        return F.linear(self._activated(F.linear(normed, weights.gate_up[expert])), weights.down[expert])
+        return linear(self._activated(linear(normed, weights.gate_up[expert])), weights.down[expert])
 
     def _logits(self, hidden: Tensor) -> Tensor:
         config, weights = self.config, self.weights
         normed = self._normed(hidden, weights.final_norm)
         if weights.project_out is not None:
-            normed = F.linear(normed, weights.project_out)
-        logits = F.linear(normed, weights.lm_head).float()
+            normed = linear(normed, weights.project_out)
+        logits = linear(normed, weights.lm_head).float()
         if config.logit_divisor != 1.0:
             logits = logits / config.logit_divisor
         return logits if config.logit_softcap is None else layers.softcap(logits, config.logit_softcap)

@@ -18,6 +18,7 @@ from torch import Tensor
 from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.s_part.margins import choice_margin
 from fastdecode_hpc.s_part.model import SPart
+from fastdecode_hpc.s_part.products import unpacked
 from fastdecode_hpc.s_part.sampler import Sampled, choose, pack, random_numbers, unpack
 from fastdecode_hpc.s_part.weights import LayerWeights, Weights
 from fastdecode_hpc.sequence import Sequence
@@ -173,7 +174,7 @@ def _as_float32(weights: Weights) -> Weights:
         weights.embedding,
         _Layers(weights.layers),
         _float32(weights.final_norm),
-        weights.lm_head.float(),
+        unpacked(weights.lm_head).float(),
         _float32(weights.positions),
         _float32(weights.project_in),
         _float32(weights.project_out),
@@ -199,4 +200,4 @@ class _Layers(Ordered[LayerWeights]):
 
 
 def _float32(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.float()
+    return None if x is None else unpacked(x).float()

@@ -11,31 +11,30 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fastdecode_hpc.config import ConfigError
+from fastdecode_hpc.schedule.row_tiles import TileSizes
 
 logger = logging.getLogger(__name__)
 
 RowFunction = Callable[..., Tensor]
 
-BASE_SIZES = (8, 16, 32, 1)
+BASE_SIZES = (2, 8, 16, 32, 1)
 """Smallest tiles to try, best first; 1 is row by row: slow, but the same call for every row."""
 
-MAX_PADDING = 48
-"""Most rows of padding in a tile: about what one product more costs, for it reads all weights again."""
+FEW_ROWS = 8
+"""A base tile below this is taken only where all larger ones agree with it: else most rows would go in tiny tiles."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@dataclass(frozen=True, slots=True)
-class RowTiles:
-    """Row counts, ascending, at which a function may be called; none: any count, no padding."""
+class RowTiles(TileSizes):
+    """Runs functions on the rows of a batch in tiles."""
 
-    sizes: tuple[int, ...] = ()
+    __slots__ = ()
 
     def run(self, function: RowFunction, *inputs: Tensor) -> Tensor:
         """Call a row-wise `function` on all rows, in tiles.
@@ -64,17 +63,6 @@ class RowTiles:
             tiles.append(function(*(pad_rows(x, size) for x in rows))[: rows[0].shape[0]])
             first += size
         return torch.cat(tiles)
-
-    def split(self, num_rows: int) -> list[int]:
-        """Sizes of the tiles for a number of rows; only the last may hold more than there are."""
-        tiles, rest = [], num_rows
-        while rest > 0:
-            covering = next((size for size in self.sizes if size >= rest), None)
-            if covering is None or (covering - rest > MAX_PADDING and covering > self.sizes[0]):
-                covering = max(size for size in self.sizes if size <= rest)
-            tiles.append(covering)
-            rest -= covering
-        return tiles
 
 
 def pad_rows(x: Tensor, size: int) -> Tensor:
@@ -108,9 +96,11 @@ def find_row_tiles(name: str, function: RowFunction, samples: tuple[Tensor, ...]
         If not even row by row a row gives the same bits twice.
     """
     for base in BASE_SIZES:
-        expected = function(*(x[:base] for x in samples))
+        expected = _in_tiles(function, samples, base)
         larger = [size for size in sorted(sizes) if size > base and size % base == 0]
         good = [size for size in larger if _agrees(function, samples, expected, size)]
+        if 1 < base < FEW_ROWS and len(good) < len(larger):
+            continue
         # A larger tile that agrees had the rows in other places, which vouches for the base tile's places too.
         if good or _agrees(function, samples, expected, base):
             _report(name, base, good, len(larger))
@@ -121,16 +111,19 @@ def find_row_tiles(name: str, function: RowFunction, samples: tuple[Tensor, ...]
     )
 
 
+def _in_tiles(function: RowFunction, samples: tuple[Tensor, ...], base: int) -> Tensor:
+    """The function on at least `FEW_ROWS` of the sample rows, `base` at a time."""
+    firsts = range(0, max(base, FEW_ROWS), base)
+    return torch.cat([function(*(x[first : first + base] for x in samples)) for first in firsts])
+
+
 def _agrees(function: RowFunction, samples: tuple[Tensor, ...], expected: Tensor, size: int) -> bool:
     """Whether the sample rows, in other places of a call on `size` rows, have the bits of `expected`."""
-    base = expected.shape[0]
+    num_rows = expected.shape[0]
     place = torch.arange(size, device=expected.device)
-    row = (place + 1 + place // base) % base  # every base tile is rotated by one more
-    out = function(*(x[row] for x in samples))
-    return all(
-        torch.equal(_as_bits(tile), _as_bits(expected[rows]))
-        for tile, rows in zip(out.split(base), row.split(base), strict=True)
-    )
+    row = (place + 1 + place // num_rows) % num_rows  # rotated by one more each time that all have had a place
+    agrees: bool = torch.equal(_as_bits(function(*(x[row] for x in samples))), _as_bits(expected[row]))
+    return agrees
 
 
 def _as_bits(x: Tensor) -> Tensor:

@@ -59,7 +59,7 @@ def choose(logits: Tensor, seqs: list[Sequence], put: Put) -> Choices:
         reported = _own_logprobs(logits, seqs, put)
         adjust(logits, seqs, put)
         tokens = _choose_tokens(logits, seqs, put)
-        finite = torch.isfinite(logits).all(dim=-1)
+        finite = logits.amax(dim=-1).isfinite() & logits.amin(dim=-1).isfinite()  # each is NaN where any value is
         return Choices(
             torch.stack((tokens.double(), finite.double()), dim=1),
             None if reported is None else _report(reported.logprobs, tokens[reported.rows]),

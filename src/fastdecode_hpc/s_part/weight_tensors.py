@@ -35,6 +35,11 @@ class LayerWeights:
     k_norm: Tensor | None = None  # [head_dim], or [kv_size]
     router: Tensor | None = None  # [experts, hidden_size]
 
+    def matrices(self) -> list[str]:
+        """Names of what all rows are multiplied with; of experts only the router."""
+        names = ("qkv", "output", "gate_up", "down", "router")
+        return [name for name in names if (value := getattr(self, name)) is not None and value.ndim == 2]
+
     def tensors(self) -> list[Tensor]:
         """All tensors that are there."""
         values = (getattr(self, name) for name in self.__slots__)
