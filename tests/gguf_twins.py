@@ -9,8 +9,8 @@ import gguf
 import numpy as np
 import torch
 
-from fastdecode_hpc.config import ModelConfig
 from fastdecode_hpc.families.known import BY_NAME
+from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.s_part.weight_targets import list_targets
 from fastdecode_hpc.s_part.weights import load_weights, read_model_config
 
@@ -36,7 +36,7 @@ def write_twin(folder: Path, path: Path) -> ModelConfig:
     assert family.gguf is not None
     weights = load_weights(folder, config, dtype=torch.float32, device=torch.device("cpu"))
     writer = gguf.GGUFWriter(path, family.gguf.architecture)
-    _add_sizes(writer, config)
+    add_sizes(writer, config)
     _add_vocabulary(writer, config.vocab_size)
     for target in list_targets(config, family.gguf.names, weights):
         values = target.place.reshape(target.shape).numpy()
@@ -50,14 +50,16 @@ def write_twin(folder: Path, path: Path) -> ModelConfig:
     return config
 
 
-def _add_sizes(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
+def add_sizes(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
+    """Write the metadata of a model."""
     writer.add_block_count(config.num_layers)
     writer.add_context_length(config.max_context_len)
     writer.add_embedding_length(config.hidden_size)
     writer.add_head_count(config.num_heads)
     writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
+    if config.head_dim * config.num_heads != config.hidden_size:
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
     (writer.add_layer_norm_eps if config.norm == "layer" else writer.add_layer_norm_rms_eps)(config.norm_eps)
     if config.rotated:
         writer.add_rope_freq_base(config.rope_theta)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fastdecode_hpc.config import ModelConfig
+from fastdecode_hpc.model_shape import ModelConfig
 
 _MEASURE = """
 import sys

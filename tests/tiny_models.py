@@ -80,6 +80,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3-long": {"model_type": "phi3", "rope_parameters": _LONGROPE, "original_max_position_embeddings": 32},
     "phi3-partial": {"model_type": "phi3", "partial_rotary_factor": 0.5},
     "olmo2": {"model_type": "olmo2"},
+    "olmo3": {
+        "model_type": "olmo3", "num_hidden_layers": 5, "sliding_window": 16,
+        "rope_parameters": {
+            "full_attention": {**_YARN_ROPE, "rope_theta": 5e4},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e4},
+        },
+    },
     "granite": {
         "model_type": "granite", "embedding_multiplier": 3.0, "residual_multiplier": 0.6, "attention_multiplier": 0.3,
         "logits_scaling": 0.5, "attention_bias": True,

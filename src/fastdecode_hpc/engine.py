@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from fastdecode_hpc.advice import ThreadCores
-    from fastdecode_hpc.config import ModelConfig
+    from fastdecode_hpc.model_shape import ModelConfig
     from fastdecode_hpc.r_part.worker import RWorker
     from fastdecode_hpc.s_part.model import SPart
     from fastdecode_hpc.schedule.row_tiles import TileSizes

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fastdecode_hpc.config import ModelConfig, naming
+from fastdecode_hpc.config import naming
 from fastdecode_hpc.families.config_json import config_of
 from fastdecode_hpc.families.gguf import config_of_gguf
 from fastdecode_hpc.files import read_json_object
 from fastdecode_hpc.gguf_header import GGUFHeader, read_gguf_header
+from fastdecode_hpc.model_shape import ModelConfig
 
 
 def read_hf_config(folder: Path) -> ModelConfig:

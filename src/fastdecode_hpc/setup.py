@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fastdecode_hpc.affinity import pin_plan
-from fastdecode_hpc.config import DTYPE_BYTES, ConfigError, ModelConfig, RunConfig
+from fastdecode_hpc.config import DTYPE_BYTES, ConfigError, RunConfig
 from fastdecode_hpc.host import HostInfo, format_bytes, format_cores
 from fastdecode_hpc.launch import Launch
+from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.schedule.kv_layout import KVLayout, make_layout
 from fastdecode_hpc.schedule.speeds import fixed_weights
 

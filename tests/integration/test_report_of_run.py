@@ -8,7 +8,8 @@ import h5py
 import numpy as np
 import pytest
 
-from fastdecode_hpc.config import ModelConfig, RunConfig
+from fastdecode_hpc.config import RunConfig
+from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.planner.costs import Costs
 from fastdecode_hpc.planner.profile import load_profile
 from fastdecode_hpc.report.schema import FINISH_REASONS, PREDICTED_UNITS, SPAN_KINDS

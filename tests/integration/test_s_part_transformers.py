@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastdecode_hpc.config import ConfigError, Experts, ModelConfig
+from fastdecode_hpc.config import ConfigError
 from fastdecode_hpc.model_files import resolve_model
+from fastdecode_hpc.model_shape import Experts, ModelConfig
 from fastdecode_hpc.s_part.model import SPart
 from fastdecode_hpc.s_part.reference import Reference
 from fastdecode_hpc.s_part.weights import dummy_weights, load_weights, read_model_config

@@ -19,7 +19,7 @@ from fastdecode_hpc.calibrate.fit import (
 )
 from fastdecode_hpc.calibrate.profile_maker import doubts
 from fastdecode_hpc.calibrate.samples import DecodePoint, DecodeSample, WorkerSample, median_sample, sample_of
-from fastdecode_hpc.config import ModelConfig
+from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.planner.curve import Curve
 from fastdecode_hpc.planner.profile import KVRates, RPartProfile
 from fastdecode_hpc.schedule.kv_layout import make_layout

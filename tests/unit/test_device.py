@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from emulated_device import EmulatedDevice
-from fastdecode_hpc.config import ModelConfig
+from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.s_part.device import CpuDevice, as_rows
 from fastdecode_hpc.s_part.graphs import Recorder, padded_rows
 from fastdecode_hpc.s_part.model import SPart

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import fastdecode_hpc
-from fastdecode_hpc.config import ConfigError, Experts, ModelConfig, RopeScaling
+from fastdecode_hpc.config import ConfigError
 from fastdecode_hpc.families.known import BY_NAME, FAMILIES
 from fastdecode_hpc.families.table import format_models
 from fastdecode_hpc.model_config import read_model_shape
+from fastdecode_hpc.model_shape import Experts, ModelConfig, RopeScaling
 from fastdecode_hpc.planner.profile import model_of
 from fastdecode_hpc.s_part.weight_targets import list_targets
 from fastdecode_hpc.s_part.weight_tensors import allocate
@@ -71,6 +72,7 @@ def test_a_model_survives_a_profiles_json(tmp_path: Path, name: str) -> None:
         ("mistral-window", [16, 16]),
         ("qwen2-windows", [None, None, 16, 16]),
         ("gemma2", [16, None, 16, None]),
+        ("olmo3", [16, 16, 16, None, 16]),
         ("gemma3", [16, 16, 16, 16, 16, None, 16]),
     ],
 )
@@ -178,6 +180,9 @@ def test_older_names_of_rotary_parameters(tmp_path: Path) -> None:
     assert (gemma.rope_theta, gemma.windowed_rope_theta) == (5e5, 2e4)
     assert gemma.rope_scaling == RopeScaling("linear", 8.0)
     assert read(tmp_path, "mixtral", rope_parameters=...).rope_theta == 1e6
+    olmo = read(tmp_path, "olmo3", rope_parameters=..., rope_theta=7e4, rope_scaling={"rope_type": "yarn", "factor": 8})
+    assert (olmo.rope_theta, olmo.windowed_rope_theta) == (7e4, 7e4)  # of which layers with a window are not scaled
+    assert olmo.rope_scaling is not None
     assert read(tmp_path, "qwen3-moe", num_local_experts=..., num_experts=8).experts == Experts(8, 2)
 
 

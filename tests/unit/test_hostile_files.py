@@ -21,9 +21,10 @@ from targets import REQUESTS, TARGETS, run_target
 import tiny_files as tiny
 from fastdecode_hpc.batch.requests import RequestError, read_requests
 from fastdecode_hpc.bounded import run_bounded
-from fastdecode_hpc.config import ConfigError, ModelConfig
+from fastdecode_hpc.config import ConfigError
 from fastdecode_hpc.gguf_header import read_gguf_header
 from fastdecode_hpc.gguf_tokenizer import build_gguf_tokenizer
+from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.s_part.gguf_file import GGUFFile
 from fastdecode_hpc.s_part.weights import load_weights, read_model_config
 from fastdecode_hpc.sequence import SamplingParams
@@ -187,7 +188,7 @@ SAFETENSORS_CASES: list[tuple[bytes, str]] = [
     (tiny.safetensors_file({"a\0\x1b[2J": 1}), r"a\\x00\\x1b\[2J"),
     (described(dtype=None), "has type None"),
     (described(dtype=["F32"]), r"has type \['F32'\]"),
-    (described(dtype="I64"), "has type I64"),
+    (described(dtype="I32"), "has type I32"),
     (described(shape=None), "described as"),
     (described(shape="16"), "described as"),
     (described(shape=[16.0, 16]), "described as"),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastdecode_hpc.config import ModelConfig
+from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.schedule.kv_layout import RECENT_WINDOW, KVLayout, LayerGroup, make_layout
 from fastdecode_hpc.schedule.placement import Placement, row_counts
 from fastdecode_hpc.sequence import SamplingParams, Sequence

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastdecode_hpc.config import ConfigError, ModelConfig, RunConfig, kv_token_bytes
+from fastdecode_hpc.config import ConfigError, RunConfig, kv_token_bytes
+from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.planner.clock import PipelineClock
 from fastdecode_hpc.planner.costs import Costs, transfer_ratio
 from fastdecode_hpc.planner.curve import Curve

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastdecode_hpc.config import ModelConfig
+from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.s_part.device import CpuDevice
 from fastdecode_hpc.s_part.prefill import Prefill
 from fastdecode_hpc.s_part.wire import WireCast

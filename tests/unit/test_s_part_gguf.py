@@ -14,7 +14,8 @@ import torch
 from gguf.quants import dequantize, quantize
 from safetensors.torch import load_file, save_file
 
-from fastdecode_hpc.config import ConfigError, ModelConfig, RopeScaling
+from fastdecode_hpc.config import ConfigError
+from fastdecode_hpc.model_shape import ModelConfig, RopeScaling
 from fastdecode_hpc.s_part import rope
 from fastdecode_hpc.s_part.weights import (
     LayerWeights,
@@ -23,7 +24,7 @@ from fastdecode_hpc.s_part.weights import (
     load_weights,
     read_model_config,
 )
-from gguf_twins import GGUF_CASES, write_twin
+from gguf_twins import GGUF_CASES, add_sizes, write_twin
 from load_peak import measure_load_peak, random_state_dict
 from tiny_models import make_checkpoint
 
@@ -68,15 +69,7 @@ def write_gguf(
 ) -> dict[str, np.ndarray]:
     """Write tensors in the given types (default F32); return what a reader must get back."""
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(config.num_layers)
-    writer.add_context_length(config.max_context_len)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_rope_freq_base(config.rope_theta)
-    writer.add_layer_norm_rms_eps(config.norm_eps)
+    add_sizes(writer, config)
     writer.add_token_list([f"token{i}" for i in range(2000)])  # long enough to be skipped
     writer.add_token_types([1] * 2000)
     writer.add_eos_token_id(2)
@@ -298,12 +291,7 @@ def test_peak_memory_of_loading_q4_as_float32(tmp_path: Path) -> None:
 def make_q4_gguf(path: Path, config: ModelConfig) -> None:
     """A Q4_0 file of random blocks: quantising this many numbers would take long."""
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(config.num_layers)
-    writer.add_context_length(config.max_context_len)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
+    add_sizes(writer, config)
     rng = np.random.default_rng(0)
     for name, tensor in random_state_dict(config).items():
         if tensor.ndim == 1:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastdecode_hpc.config import ModelConfig, RopeScaling
+from fastdecode_hpc.model_shape import ModelConfig, RopeScaling
 from fastdecode_hpc.s_part import layers, rope
 from fastdecode_hpc.s_part.model import SPart
 from fastdecode_hpc.s_part.weights import dummy_weights

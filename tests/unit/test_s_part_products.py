@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fastdecode_hpc.config import ModelConfig, RunConfig
+from fastdecode_hpc.config import RunConfig
+from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.s_part import products
 from fastdecode_hpc.s_part.model import SPart
 from fastdecode_hpc.s_part.products import linear, pack, pack_weights, unpacked

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastdecode_hpc.config import ConfigError, Experts, ModelConfig
+from fastdecode_hpc.config import ConfigError
+from fastdecode_hpc.model_shape import Experts, ModelConfig
 from fastdecode_hpc.s_part import model
 from fastdecode_hpc.s_part.model import SPart
 from fastdecode_hpc.s_part.row_tiles import RowTiles, find_row_tiles

@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fastdecode_hpc.config import ConfigError, ModelConfig, RopeScaling
+from fastdecode_hpc.config import ConfigError
 from fastdecode_hpc.model_files import resolve_model
+from fastdecode_hpc.model_shape import ModelConfig, RopeScaling
 from fastdecode_hpc.s_part.weights import (
     checkpoint_dtype,
     dummy_weights,
@@ -199,6 +200,39 @@ def test_long_lists_of_names_are_cut(checkpoint: Path) -> None:
 def test_old_rotary_frequencies_are_ignored(checkpoint: Path) -> None:
     rewrite(checkpoint, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)})
     load(checkpoint)
+
+
+def test_masks_that_old_checkpoints_keep_are_ignored(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "gpt-neox")
+    mask = torch.ones(1, 1, 4, 4, dtype=torch.bool)
+    rewrite(tmp_path, **{
+        "gpt_neox.layers.0.attention.bias": mask,
+        "gpt_neox.layers.0.attention.masked_bias": torch.tensor(-1e9),
+        "gpt_neox.layers.1.attention.rotary_emb.inv_freq": torch.zeros(2),
+    })  # fmt: skip
+    assert checkpoint_dtype(tmp_path) == "fp32"
+    load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "old", "new"),
+    [
+        ("gpt2", "transformer.", ""),
+        ("opt", "model.decoder.", "decoder."),
+        ("opt", "model.decoder.", ""),
+        ("tied", "model.", ""),
+    ],
+)
+def test_checkpoints_of_the_bare_model_lack_a_prefix(tmp_path: Path, family: str, old: str, new: str) -> None:
+    make_checkpoint(tmp_path, family)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    load(tmp_path)
+    save_file({new + name.removeprefix(old): tensor for name, tensor in tensors.items()}, path)
+    load(tmp_path)
+    weights = load_weights(tmp_path, read_model_config(tmp_path), dtype=torch.float32, device=CPU)
+    embedding = next(tensor for name, tensor in tensors.items() if name.endswith(("wte.weight", "embed_tokens.weight")))
+    assert torch.equal(weights.embedding, embedding)
 
 
 def test_a_tied_checkpoint_may_keep_a_head(tmp_path: Path) -> None:

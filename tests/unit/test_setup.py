@@ -8,9 +8,10 @@ import pytest
 
 from fastdecode_hpc import __version__, host
 from fastdecode_hpc.advice import placement_advice
-from fastdecode_hpc.config import ConfigError, ModelConfig, RunConfig
+from fastdecode_hpc.config import ConfigError, RunConfig
 from fastdecode_hpc.host import HostInfo
 from fastdecode_hpc.launch import Launch
+from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.setup import Hello, best_common_isa, decide_setup, kv_budget, weights_on_host
 
 MODEL = ModelConfig(1000, 64, 96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, max_context_len=512)

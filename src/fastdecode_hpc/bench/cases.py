@@ -7,8 +7,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fastdecode_hpc.config import ConfigError, ModelConfig, RunConfig, check_at_least
+from fastdecode_hpc.config import ConfigError, RunConfig, check_at_least
 from fastdecode_hpc.host import format_bytes
+from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.schedule.kv_layout import KVLayout, make_layout
 
 REFERENCE_DTYPE = "fp16"

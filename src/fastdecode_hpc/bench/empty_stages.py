@@ -7,7 +7,8 @@ from typing import Any
 from fastdecode_hpc.bench.figures import Figures, add_spread
 from fastdecode_hpc.bench.measure import Spread
 from fastdecode_hpc.bench.schedule_figures import Window, full_steps
-from fastdecode_hpc.config import ModelConfig, RunConfig
+from fastdecode_hpc.config import RunConfig
+from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.r_part.attention import DecodeAttention
 from fastdecode_hpc.r_part.kv_cache import KVPartition
 from fastdecode_hpc.r_part.worker import RWorker

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastdecode_hpc import __version__, host
-from fastdecode_hpc.config import ConfigError, ModelConfig, RunConfig, check_at_least
+from fastdecode_hpc.config import ConfigError, RunConfig, check_at_least
 from fastdecode_hpc.files import check_writable, write_json
 from fastdecode_hpc.launch import detect
+from fastdecode_hpc.model_shape import ModelConfig
 
 if TYPE_CHECKING:
     import numpy as np

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from fastdecode_hpc.config import ModelConfig
+from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.r_part.attention import DecodeAttention, StepWork
 from fastdecode_hpc.r_part.kv_cache import KVPartition
 from fastdecode_hpc.schedule.kv_layout import make_layout

@@ -8,7 +8,8 @@ from typing import Any
 
 from fastdecode_hpc.calibrate.fit import NO_BYTES_RATE, fit_curve, fit_link, fit_prompts, fit_rates, fit_worker_curve
 from fastdecode_hpc.calibrate.measure import Measured
-from fastdecode_hpc.config import ModelConfig, RunConfig
+from fastdecode_hpc.config import RunConfig
+from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.planner.profile import (
     MEASURED,
     OWN_CORES,

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fastdecode_hpc.config import ConfigError, Experts, ModelConfig, show
+from fastdecode_hpc.config import ConfigError, show
 from fastdecode_hpc.families.description import REQUIRED, ExpertKeys, Family, Key, Window
 from fastdecode_hpc.families.known import BY_ARCHITECTURE, BY_NAME, FAMILIES
 from fastdecode_hpc.families.rope import read_rope
 from fastdecode_hpc.files import read_json_object
+from fastdecode_hpc.model_shape import Experts, ModelConfig
 from fastdecode_hpc.typed_values import TypedValues
 
 _TYPES = {spec.name: str(spec.type) for spec in dataclasses.fields(ModelConfig)}

@@ -43,7 +43,8 @@ class Rotary:
     theta_key: str = "rope_theta"
     share: float = 1.0  # of a head's elements, by default
     share_key: str = ""  # empty: heads are rotated as a whole
-    windowed_theta: float | None = None  # of layers with a window where they have parameters of their own
+    windowed_theta: float | None = None  # of layers with a window where these have parameters of their own
+    windowed_key: str = "rope_local_base_freq"  # in files without parameters for each kind of layer
     longrope_names: tuple[str, ...] = ("longrope",)
 
 

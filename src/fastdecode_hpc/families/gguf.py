@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fastdecode_hpc.config import ConfigError, Experts, ModelConfig, RopeScaling, show
+from fastdecode_hpc.config import ConfigError, show
 from fastdecode_hpc.families.description import Family, GGUFForm, Key
 from fastdecode_hpc.families.known import FAMILIES
 from fastdecode_hpc.gguf_header import GGUFHeader, TensorInfo
+from fastdecode_hpc.model_shape import Experts, ModelConfig, RopeScaling
 from fastdecode_hpc.typed_values import TypedValues
 
 # Fields that some families have, and what llama.cpp calls them; where a file sets one of another family, it is refused.

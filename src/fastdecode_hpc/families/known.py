@@ -146,6 +146,12 @@ FAMILIES = (
         gguf=GGUFForm("olmo2", _GGUF_NAMES),
     ),
     Family(
+        "olmo3", "Olmo3ForCausalLM", "OLMo 3",
+        {**_llama_like(1e-5), **_ALL_ATTENTION_BIASES, "norm_place": "after", "qk_norm": "row"},
+        rotary=Rotary(theta=5e5, windowed_theta=5e5, windowed_key="rope_theta"),
+        window=Window(default=4096, period=Key("", 4)),
+    ),
+    Family(
         "granite", "GraniteForCausalLM", "Granite 3",
         {
             **_llama_like(), **_ALL_ATTENTION_BIASES, **_MLP_BIAS,

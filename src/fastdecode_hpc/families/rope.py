@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from fastdecode_hpc.config import ConfigError, RopeScaling, show
+from fastdecode_hpc.config import ConfigError, show
 from fastdecode_hpc.families.description import Rotary
+from fastdecode_hpc.model_shape import RopeScaling
 from fastdecode_hpc.typed_values import TypedValues
 
 _KINDS = ("default", "dynamic", "linear", "llama3", "yarn", "longrope")
@@ -24,7 +25,7 @@ def read_rope(given: TypedValues, rotary: Rotary, head_dim: int, max_position: i
     rope = given.inner("rope_parameters") or given.inner("rope_scaling")
     windowed_theta = rotary.windowed_theta
     if windowed_theta is not None:
-        windowed_theta = _windowed_theta(given, rope.inner("sliding_attention"), windowed_theta)
+        windowed_theta = _windowed_theta(given, rope.inner("sliding_attention"), rotary.windowed_key, windowed_theta)
         if "full_attention" in rope or "sliding_attention" in rope:
             rope = rope.inner("full_attention")
     if any(isinstance(value, Mapping) for value in rope.values()):
@@ -38,11 +39,11 @@ def read_rope(given: TypedValues, rotary: Rotary, head_dim: int, max_position: i
     }
 
 
-def _windowed_theta(given: TypedValues, rope: TypedValues, default: float) -> float:
+def _windowed_theta(given: TypedValues, rope: TypedValues, key: str, default: float) -> float:
     """The base of layers with a window; older files have it under a key of its own."""
     if rope.text("rope_type", "default") != "default":
         raise ConfigError(f"the model scales the positions of layers with a window, {show(dict(rope))}")
-    return rope.number("rope_theta", given.number("rope_local_base_freq", default))
+    return rope.number("rope_theta", given.number(key, default))
 
 
 def _rotary_dim(given: TypedValues, rope: TypedValues, rotary: Rotary, head_dim: int) -> int | None:

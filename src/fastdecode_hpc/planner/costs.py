@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from fastdecode_hpc.config import DTYPE_BYTES, ConfigError, Experts, ModelConfig, RunConfig
+from fastdecode_hpc.config import DTYPE_BYTES, ConfigError, RunConfig
+from fastdecode_hpc.model_shape import Experts, ModelConfig
 from fastdecode_hpc.planner.profile import KVRates, Profile
 from fastdecode_hpc.schedule.kv_layout import KVLayout, LayerGroup, make_layout
 from fastdecode_hpc.schedule.prompts import Piece, cut_chunks

@@ -8,7 +8,8 @@ import math
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 
-from fastdecode_hpc.config import DTYPE_BYTES, ConfigError, ModelConfig, RunConfig
+from fastdecode_hpc.config import DTYPE_BYTES, ConfigError, RunConfig
+from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.planner.costs import Costs, transfer_ratio
 from fastdecode_hpc.planner.profile import Profile
 from fastdecode_hpc.planner.steady import SteadyStep, steady_step

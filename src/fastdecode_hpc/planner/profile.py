@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fastdecode_hpc.config import ConfigError, Experts, ModelConfig, RopeScaling, check_positive, naming, show
+from fastdecode_hpc.config import ConfigError, check_positive, naming, show
 from fastdecode_hpc.files import read_json_object, write_json
+from fastdecode_hpc.model_shape import Experts, ModelConfig, RopeScaling
 from fastdecode_hpc.planner.curve import Curve
 from fastdecode_hpc.typed_values import TypedValues
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fastdecode_hpc.config import ModelConfig, RunConfig
+from fastdecode_hpc.config import RunConfig
+from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.planner.clock import PipelineClock
 from fastdecode_hpc.planner.costs import Costs, SlotTimes
 from fastdecode_hpc.planner.profile import Profile

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from fastdecode_hpc.config import Experts, ModelConfig
 from fastdecode_hpc.model_config import read_model_shape
 from fastdecode_hpc.model_files import resolve_model
+from fastdecode_hpc.model_shape import Experts, ModelConfig
 
 # vocab_size, hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim, max_context_len
 _SHAPES = {

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from fastdecode_hpc.config import ConfigError, ModelConfig, RunConfig
+from fastdecode_hpc.config import ConfigError, RunConfig
+from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.planner.clock import PipelineClock
 from fastdecode_hpc.planner.costs import Costs
 from fastdecode_hpc.planner.lengths import Lengths

@@ -7,7 +7,8 @@ import shlex
 from collections.abc import Sequence as Ordered
 from typing import Any
 
-from fastdecode_hpc.config import ModelConfig, RunConfig
+from fastdecode_hpc.config import RunConfig
+from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.planner.plan import Choice, Plan, Planner, Wish
 from fastdecode_hpc.planner.profile import MEASURED, Profile
 from fastdecode_hpc.planner.shapes import SHAPES

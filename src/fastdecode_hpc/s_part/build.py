@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 
-from fastdecode_hpc.config import ConfigError, ModelConfig, RunConfig
+from fastdecode_hpc.config import ConfigError, RunConfig
 from fastdecode_hpc.host import keep_freed_memory
+from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.s_part.model import SPart
 from fastdecode_hpc.s_part.products import pack_weights
 from fastdecode_hpc.s_part.weights import checkpoint_dtype, dummy_weights, load_weights

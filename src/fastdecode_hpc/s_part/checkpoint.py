@@ -7,9 +7,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from fastdecode_hpc.config import ModelConfig
 from fastdecode_hpc.families.description import Family, WeightNames
 from fastdecode_hpc.model_config import gguf_config, read_hf_config
+from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.s_part.gguf_file import GGUFFile
 from fastdecode_hpc.s_part.gguf_rope import with_gguf_scaling
 from fastdecode_hpc.s_part.safetensors_file import SafetensorsCheckpoint

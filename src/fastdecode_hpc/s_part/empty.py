@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fastdecode_hpc.config import ModelConfig
+from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.s_part.model import SPart
 from fastdecode_hpc.s_part.weights import dummy_weights
 

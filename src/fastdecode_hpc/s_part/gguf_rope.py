@@ -7,7 +7,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from fastdecode_hpc.config import ConfigError, ModelConfig, RopeScaling
+from fastdecode_hpc.config import ConfigError
+from fastdecode_hpc.model_shape import ModelConfig, RopeScaling
 from fastdecode_hpc.s_part.gguf_file import GGUFFile
 from fastdecode_hpc.s_part.rope import rope_frequencies, scale_frequencies
 from fastdecode_hpc.typed_values import TypedValues

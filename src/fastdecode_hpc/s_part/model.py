@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastdecode_hpc.config import ModelConfig
+from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.s_part import layers
 from fastdecode_hpc.s_part.products import linear
 from fastdecode_hpc.s_part.rope import rope_tables

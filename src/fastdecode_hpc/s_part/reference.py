@@ -15,7 +15,7 @@ from collections.abc import Sequence as Ordered
 import torch
 from torch import Tensor
 
-from fastdecode_hpc.config import ModelConfig
+from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.s_part.margins import choice_margin
 from fastdecode_hpc.s_part.model import SPart
 from fastdecode_hpc.s_part.products import unpacked

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from fastdecode_hpc.config import ModelConfig, RopeScaling
+from fastdecode_hpc.model_shape import ModelConfig, RopeScaling
 
 
 def rope_frequencies(config: ModelConfig) -> Tensor:

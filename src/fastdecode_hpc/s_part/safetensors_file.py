@@ -21,6 +21,10 @@ from fastdecode_hpc.files import parse_json_object, read_json_object
 from fastdecode_hpc.s_part.tensor_places import Place, check_places
 
 _TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+# Buffers of some models, such as masks: their sizes must be known, not their values.
+_OTHER_TYPE_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "U16": 2, "I32": 4, "U32": 4, "I64": 8, "U64": 8, "F8_E4M3": 1, "F8_E5M2": 1,
+}  # fmt: skip
 _DTYPE_NAMES = {"F32": "fp32", "F16": "fp16", "BF16": "bf16", "F64": "fp32"}
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _MAX_DIMENSIONS = 8
@@ -34,7 +38,8 @@ class _Entry(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        return math.prod(self.shape) * int(_TYPES[self.type_name].itemsize)
+        known = _TYPES.get(self.type_name)
+        return math.prod(self.shape) * (_OTHER_TYPE_BYTES[self.type_name] if known is None else int(known.itemsize))
 
 
 class SafetensorsCheckpoint:
@@ -57,11 +62,23 @@ class SafetensorsCheckpoint:
                 self._entries[name] = entry
 
     def names_of(self, family: Family) -> WeightNames:
-        """The family's own names, without their prefix where the checkpoint is of the bare model."""
+        """The family's own names; checkpoints of the bare model lack their prefix, or its beginning.
+
+        Raises
+        ------
+        ConfigError
+            If a tensor that counts has a type that can't be used.
+        """
         names = family.names
-        embedding = f"{names.embedding}.weight"
-        is_bare = embedding in self._entries and names.prefix + embedding not in self._entries
-        return dataclasses.replace(names, prefix="") if is_bare else names
+        for name, entry in self._entries.items():
+            if entry.type_name not in _TYPES and not name.endswith(names.ignored):
+                raise ConfigError(
+                    f"tensor {name} in {entry.path} has type {entry.type_name}; only {', '.join(_TYPES)} are read"
+                )
+        parts = names.prefix.split(".")
+        prefixes = (".".join(parts[first:]) for first in range(len(parts)))
+        found = (prefix for prefix in prefixes if f"{prefix}{names.embedding}.weight" in self._entries)
+        return dataclasses.replace(names, prefix=next(found, names.prefix))
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -72,7 +89,7 @@ class SafetensorsCheckpoint:
     def dtype(self) -> str:
         """The type that holds most of the elements: fp32, fp16 or bf16."""
         sizes: dict[str, int] = {}
-        for entry in self._entries.values():
+        for entry in (entry for entry in self._entries.values() if entry.type_name in _TYPES):
             sizes[entry.type_name] = sizes.get(entry.type_name, 0) + math.prod(entry.shape)
         if not sizes:
             raise ConfigError(f"the checkpoint in {self._folder} holds no tensors")
@@ -161,7 +178,7 @@ def _entry(path: Path, name: str, info: Any, data_offset: int) -> _Entry:
             f"{where} is described as {show(info)}; it must have a dtype, a shape of at most {_MAX_DIMENSIONS} "
             "sizes, and two data_offsets"
         )
-    if not isinstance(type_name, str) or type_name not in _TYPES:
+    if not isinstance(type_name, str) or type_name not in (*_TYPES, *_OTHER_TYPE_BYTES):
         raise ConfigError(f"{where} has type {_named(type_name)}; only {', '.join(_TYPES)} are read")
     entry = _Entry(path, data_offset + offsets[0], type_name, tuple(shape))
     if offsets[1] - offsets[0] != entry.size_bytes:

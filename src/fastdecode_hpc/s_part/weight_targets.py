@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fastdecode_hpc.config import ModelConfig
 from fastdecode_hpc.families.description import WeightNames
+from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.s_part.weight_tensors import LayerWeights, Weights
 
 Order = Callable[[Tensor, int], Tensor]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fastdecode_hpc.config import ModelConfig
+from fastdecode_hpc.model_shape import ModelConfig
 
 
 @dataclass(slots=True)

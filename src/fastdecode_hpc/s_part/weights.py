@@ -12,9 +12,10 @@ from pathlib import Path
 
 import torch
 
-from fastdecode_hpc.config import ConfigError, ModelConfig
+from fastdecode_hpc.config import ConfigError
 from fastdecode_hpc.families.description import WeightNames
 from fastdecode_hpc.families.known import BY_NAME
+from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.s_part.checkpoint import (
     Checkpoint,
     checkpoint_dtype,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
-from fastdecode_hpc.config import QUANTISED_DTYPES, ModelConfig, kv_token_bytes, parse_kv_dtype
+from fastdecode_hpc.config import QUANTISED_DTYPES, kv_token_bytes, parse_kv_dtype
+from fastdecode_hpc.model_shape import ModelConfig
 
 if TYPE_CHECKING:
     import numpy as np
