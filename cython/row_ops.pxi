@@ -4,7 +4,7 @@
 # only one, checks them. Row r of a tensor lies at address + r // inner * outer_bytes + r % inner * inner_bytes.
 
 cdef int64_t MIN_PARALLEL_BYTES = 1 << 17  # read and written; for fewer, starting threads costs more
-cdef int64_t MIN_PARALLEL_GATES = 1 << 13  # an exponential and a division each
+cdef int64_t MIN_PARALLEL_GATES = 1 << 14  # an exponential and a division each
 
 
 def rms_norm(uintptr_t rows, int64_t num_rows, int64_t inner, int64_t outer_bytes, int64_t inner_bytes,

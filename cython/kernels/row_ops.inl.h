@@ -30,6 +30,14 @@ void store_some(T* p, Vec x, std::int64_t count) {
   memcpy(p, padded, static_cast<size_t>(count) * sizeof(T));
 }
 
+// step(i, values left from i on) for each vector of a row; whole ones see a constant.
+template <class Step>
+__attribute__((always_inline)) inline void over_vectors(std::int64_t count, Step step) {
+  std::int64_t i = 0;
+  for (; i + Vec::width <= count; i += Vec::width) step(i, std::int64_t{Vec::width});
+  if (i < count) step(i, count - i);
+}
+
 // As if stored as T and read back.
 Vec rounded(Vec x, const float*) { return x; }
 template <class T>
@@ -73,11 +81,10 @@ void normalise(const void* source, const void* weights, void* target, std::int64
   const T* weight = static_cast<const T*>(weights);
   T* to = static_cast<T*>(target);
   const float scale = 1.0f / sqrtf(sum_of_squares(from, count) / static_cast<float>(count) + eps);
-  for (std::int64_t i = 0; i < count; i += Vec::width) {
-    const std::int64_t left = count - i;
+  over_vectors(count, [=](std::int64_t i, std::int64_t left) {
     const Vec normed = rounded(mul(load_some(from + i, left), broadcast(scale)), from);
     store_some(to + i, mul(load_some(weight + i, left), normed), left);
-  }
+  });
 }
 
 // x / (1 + exp(-x)). exp is infinite from -88.73 on, where the result becomes -0, and NaN at -infinity, as torch's are.
@@ -92,23 +99,21 @@ template <class T>
 void gate(const void* gate_up, void* target, std::int64_t count) {
   const T* gates = static_cast<const T*>(gate_up);
   T* to = static_cast<T*>(target);
-  for (std::int64_t i = 0; i < count; i += Vec::width) {
-    const std::int64_t left = count - i;
+  over_vectors(count, [=](std::int64_t i, std::int64_t left) {
     const Vec activated = rounded(silu(load_some(gates + i, left)), gates);
     store_some(to + i, mul(activated, load_some(gates + count + i, left)), left);
-  }
+  });
 }
 
 template <class T>
 void rotate_head(T* first, const float* angles, std::int64_t pairs) {
   T* second = first + pairs;
-  for (std::int64_t i = 0; i < pairs; i += Vec::width) {
-    const std::int64_t left = pairs - i;
+  over_vectors(pairs, [=](std::int64_t i, std::int64_t left) {
     const Vec cos = load_some(angles + i, left), sin = load_some(angles + pairs + i, left);
     const Vec a = load_some(first + i, left), b = load_some(second + i, left);
     store_some(first + i, sub(mul(a, cos), mul(b, sin)), left);
     store_some(second + i, add(mul(b, cos), mul(a, sin)), left);
-  }
+  });
 }
 
 template <class T>
@@ -127,14 +132,13 @@ std::int64_t convert_counting(const void* source, void* target, std::int64_t cou
   const S* from = static_cast<const S*>(source);
   T* to = static_cast<T*>(target);
   std::int64_t num_saturated = 0;
-  for (std::int64_t i = 0; i < count; i += Vec::width) {
-    const std::int64_t left = count - i;
+  over_vectors(count, [=, &num_saturated](std::int64_t i, std::int64_t left) {
     const Vec x = load_some(from + i, left);
     if constexpr (largest(static_cast<const T*>(nullptr)) < largest(static_cast<const S*>(nullptr))) {
       num_saturated += count_between(abs(x), largest(to), __builtin_inff());
     }
     store_some(to + i, fit(x, to), left);
-  }
+  });
   return num_saturated;
 }
 

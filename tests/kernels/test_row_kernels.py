@@ -111,19 +111,19 @@ def test_swiglu(isa, size: int, dtype: torch.dtype) -> None:
     x = random(5, 2 * size, dtype=dtype, scale=4)
     got, gate, up = row_kernels.swiglu(x), x.double()[:, :size], x.double()[:, size:]
     exact = gate / (1 + (-gate).exp())
-    allowed = step(exact, dtype) * (0.51 if dtype != torch.float32 else 2.2) * up.abs()
+    allowed = step(exact, dtype) * (0.51 if dtype != torch.float32 else 2.4) * up.abs()
     error = (got.double() - exact * up).abs()
     assert bool((error <= 1.01 * (allowed + 0.5 * step(got.double(), dtype))).all())
 
 
 def test_silu_over_its_range(isa) -> None:
-    """Every 997th float: at most 2.2 units in the last place, from where exp(-x) is finite on."""
+    """Every 997th float: at most 2.4 units in the last place, from where exp(-x) is finite on."""
     patterns = np.arange(0x30000000, 0x7F000000, 997, dtype=np.uint32).view(np.float32)
     gate = torch.from_numpy(np.concatenate([patterns, -patterns[patterns < 88.6]]))[None]
     got = row_kernels.swiglu(torch.cat((gate, torch.ones_like(gate)), dim=1)).double()
     exact = gate.double() / (1 + (-gate.double()).exp())
     worst = ((got - exact).abs() / step(exact, torch.float32)).max()
-    assert worst <= 2.2, float(worst)
+    assert worst <= 2.4, float(worst)
 
 
 def test_silu_of_extreme_values(isa) -> None:

@@ -3,7 +3,7 @@
 Notes
 -----
 Each takes the place of several calls of torch, which cost more than what they compute. A row's bits depend on that row
-alone, not on its place, the number of threads or the instruction set.
+alone, not on its place, the number of threads or the instruction set. Callers ask `take` first.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         Contiguous, in shape and type of `x`.
     """
     size = x.shape[-1]
-    assert take(x, 2, 3) and size > 0, (x.dtype, x.shape, x.stride())
-    assert weight.is_cpu and weight.dtype == x.dtype and weight.shape == (size,) and weight.is_contiguous()
+    assert size > 0 and weight.is_cpu and weight.dtype == x.dtype
+    assert weight.shape == (size,) and weight.is_contiguous(), (weight.shape, weight.stride())
     out, item = torch.empty(x.shape, dtype=x.dtype), x.element_size()
     inner = x.shape[1] if x.dim() == 3 else 1
     choose_isa()
@@ -57,7 +57,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def swiglu(gate_up: Tensor) -> Tensor:
     """`layers.gated` with `silu`: ``[num_rows, 2 * size]``, may be a view, to contiguous ``[num_rows, size]``."""
     num_rows, size = gate_up.shape[0], gate_up.shape[-1] // 2
-    assert take(gate_up, 2) and gate_up.shape[1] == 2 * size, (gate_up.dtype, gate_up.shape)
+    assert gate_up.shape[1] == 2 * size, gate_up.shape
     out = torch.empty(num_rows, size, dtype=gate_up.dtype)
     choose_isa()
     _kernels.swiglu(
@@ -71,8 +71,8 @@ def rotate_(x: Tensor, rows: Tensor) -> None:
     """`layers.rotate_`: heads ``[num_rows, num_heads, head_dim]``, a view or not, by ``[num_rows, 2, pairs]``."""
     num_rows, num_heads, head_dim = x.shape
     pairs = rows.shape[-1]
-    assert take(x, 3) and 2 * pairs <= head_dim, (x.dtype, x.shape, x.stride(), rows.shape)
-    assert rows.is_cpu and rows.dtype == torch.float32 and rows.shape == (num_rows, 2, pairs) and rows.is_contiguous()
+    assert rows.is_cpu and rows.dtype == torch.float32 and 2 * pairs <= head_dim, (x.shape, rows.dtype, rows.shape)
+    assert rows.shape == (num_rows, 2, pairs) and rows.is_contiguous(), (rows.shape, rows.stride())
     choose_isa()
     _kernels.rotate(
         x.data_ptr(), num_rows, x.stride(0) * x.element_size(), num_heads, x.stride(1), rows.data_ptr(), pairs,
@@ -90,7 +90,7 @@ def to_wire(values: Tensor, target: Tensor, num_saturated: Tensor) -> None:
     num_saturated : Tensor
         ``[]`` int64; raised by the number of finite values beyond the target type's range, which become its largest.
     """
-    assert take(values, 2) and take(target, 2) and values.shape == target.shape
+    assert values.shape == target.shape, (values.shape, target.shape)
     assert num_saturated.is_cpu and num_saturated.dtype == torch.int64
     choose_isa()
     _kernels.to_wire(
