@@ -132,7 +132,7 @@ std::int64_t convert_counting(const void* source, void* target, std::int64_t cou
   const S* from = static_cast<const S*>(source);
   T* to = static_cast<T*>(target);
   std::int64_t num_saturated = 0;
-  over_vectors(count, [=, &num_saturated](std::int64_t i, std::int64_t left) {
+  over_vectors(count, [&](std::int64_t i, std::int64_t left) {
     const Vec x = load_some(from + i, left);
     if constexpr (largest(static_cast<const T*>(nullptr)) < largest(static_cast<const S*>(nullptr))) {
       num_saturated += count_between(abs(x), largest(to), __builtin_inff());
