@@ -1,6 +1,6 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, cdivision=True
 # cython: freethreading_compatible=False
-"""Binding of the attention kernels: checks shapes, releases the GIL, spreads work over threads.
+"""Binding of the kernels: checks shapes, releases the GIL, spreads work over threads.
 
 The arithmetic is in ``kernels/``, the list of work comes from `r_part.step_work`. The OpenMP loops are here.
 """
@@ -439,5 +439,6 @@ cdef inline void finish_pair(const Kernels* kernels, const AttendArgs* args, con
                        work.pair_items[pair + 1] - work.pair_items[pair], workspace + work.pair_floats)
 
 
+include "row_ops.pxi"
 include "threads.pxi"
 include "read_bandwidth.pxi"

@@ -55,6 +55,10 @@ cdef extern from "kernels/kernels.h" namespace "fastdecode" nogil:
         void (*convert)(const void*, int32_t, void*, int32_t, int64_t) noexcept nogil
         void (*exp_nonpositive)(const float*, float*, int64_t) noexcept nogil
         float (*read_loop)(const float*, int64_t, int) noexcept nogil
+        void (*rms_norm)(const void*, const void*, void*, int32_t, int64_t, float) noexcept nogil
+        void (*swiglu)(const void*, void*, int32_t, int64_t) noexcept nogil
+        void (*rotate)(void*, const float*, int32_t, int64_t, int64_t, int64_t) noexcept nogil
+        int64_t (*to_wire)(const void*, int32_t, void*, int32_t, int64_t) noexcept nogil
 
     int64_t token_bytes(int32_t, int32_t)
     int64_t partial_floats(int32_t, int32_t)

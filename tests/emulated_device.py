@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fastdecode_hpc import _kernels
+from fastdecode_hpc.s_part import row_kernels
 from fastdecode_hpc.s_part.device import Body, Ready, Twin
 from fastdecode_hpc.s_part.graphs import Recorder, padded_rows
 from fastdecode_hpc.timing import Stopwatch
@@ -78,7 +80,6 @@ class EmulatedDevice:
     """
 
     torch_device = torch.device("cpu")
-    is_host = False
 
     def __init__(self, polls: int = 3, *, use_graphs: bool = True) -> None:
         self.polls, self.use_graphs = polls, use_graphs
@@ -169,6 +170,14 @@ class Recording(TorchDispatchMode):
         super().__init__()
         self.calls: list[tuple] = []
 
+    def __enter__(self):
+        row_kernels._kernels = RecordedKernels(self.calls)
+        return super().__enter__()
+
+    def __exit__(self, *error) -> None:
+        row_kernels._kernels = _kernels
+        super().__exit__(*error)
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.__name__.split(".")[0]
         assert name not in SYNCHRONISING, f"a recorded stage must not look at values: {name}"
@@ -182,6 +191,22 @@ class Recording(TorchDispatchMode):
             for old, new in zip(as_tuple(out), as_tuple(again), strict=True):
                 if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():  # neither a view nor in place
                     old.copy_(new)
+
+
+class RecordedKernels:
+    """Native kernels, which torch doesn't see."""
+
+    DTYPES = _kernels.DTYPES
+
+    def __init__(self, calls: list[tuple]) -> None:
+        self._calls = calls
+
+    def __getattr__(self, name: str):
+        def call(*args) -> None:
+            getattr(_kernels, name)(*args)
+            self._calls.append((getattr(_kernels, name), args, {}, None))
+
+        return call
 
 
 def as_tuple(value) -> tuple:

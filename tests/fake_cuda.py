@@ -113,6 +113,8 @@ class FakeCuda(TorchDispatchMode):
         monkeypatch.setattr(torch.cuda, "stream", self._use)
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda values, stream: self.watch(values))
         monkeypatch.setattr("fastdecode_hpc.s_part.cuda._pinned", self._make_pinned)
+        # A GPU has none of them, and what they read and write by address could not be seen here.
+        monkeypatch.setattr("fastdecode_hpc.s_part.row_kernels.take", lambda x, *num_dims: False)
 
     @contextmanager
     def _use(self, stream: Stream) -> Iterator[None]:

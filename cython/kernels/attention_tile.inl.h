@@ -3,26 +3,17 @@
 #pragma once
 
 #include "cache.inl.h"
+#include "exponential.inl.h"
 
 namespace {
 
 constexpr float kNegInf = -__builtin_inff();
 
-// exp(x) for x <= 0, to 1.02 units in the last place; exactly 0 below -87.3365, NaN stays NaN. Cephes' polynomial.
+// exp(x) for x <= 0, to 1.02 units in the last place; exactly 0 below -87.3365, NaN stays NaN.
 Vec exp_nonpositive(Vec x) {
   constexpr float lowest = -87.3365f;  // ln of the smallest normal float
-  const Vec t = fma(x, broadcast(1.44269504f), broadcast(kRoundMagic));
-  const Vec n = sub(t, broadcast(kRoundMagic));
-  Vec r = fma(n, broadcast(-0.693359375f), x);  // ln 2 in two parts: n * the first is exact
-  r = fma(n, broadcast(2.12194440e-4f), r);
-  Vec p = broadcast(1.9875691500e-4f);
-  p = fma(p, r, broadcast(1.3981999507e-3f));
-  p = fma(p, r, broadcast(8.3334519073e-3f));
-  p = fma(p, r, broadcast(4.1665795894e-2f));
-  p = fma(p, r, broadcast(1.6666665459e-1f));
-  p = fma(p, r, broadcast(5.0000001201e-1f));
-  p = add(fma(p, mul(r, r), r), broadcast(1.0f));
-  return zero_below(x, lowest, mul(p, exp2_from_magic(t)));
+  const Exponential e = exponential(x, [](Vec a, Vec b, Vec c) { return fma(a, b, c); });
+  return zero_below(x, lowest, mul(e.mantissa, exp2_from_magic(e.magic)));
 }
 
 float exp_nonpositive(float x) { return reduce_max(exp_nonpositive(broadcast(x))); }

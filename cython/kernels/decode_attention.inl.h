@@ -8,6 +8,7 @@
 
 #include "quantised_tile.inl.h"
 #include "read_loops.inl.h"
+#include "row_ops.inl.h"
 #include "store.inl.h"
 
 namespace {
@@ -422,7 +423,8 @@ void exp_values(const float* source, float* target, std::int64_t count) {
 }
 
 constexpr fastdecode::Kernels make_kernels(const char* name) {
-  return {name, attend_span, finish_row, store_row, convert, exp_values, read_loop};
+  return {name, attend_span, finish_row, store_row, convert, exp_values, read_loop, rms_norm, swiglu,
+          rotate, to_wire};
 }
 
 }  // namespace

@@ -459,6 +459,90 @@ std::string check_exp(const Kernels& kernels) {
   return "";
 }
 
+// A row of a float type, in memory that is exactly as large.
+struct FloatRow {
+  FloatRow(std::int32_t dtype_, int count) : dtype(dtype_), bytes((dtype_ == kFloat32 ? 4 : 2) * std::size_t(count)) {}
+  double operator[](int i) const { return plain::float_item(bytes.data(), i, dtype); }
+  char* data() { return bytes.data(); }
+  std::int32_t dtype;
+  std::vector<char> bytes;
+};
+
+// One row through the S-Part's kernels of one instruction set.
+struct RowResults {
+  RowResults(const Kernels& kernels, FloatRow& x, FloatRow& weights, std::vector<float>& angles, int count)
+      : normed(x.dtype, count), gated(x.dtype, count), rotated(x) {
+    kernels.rms_norm(x.data(), weights.data(), normed.data(), x.dtype, count, 1e-5f);
+    kernels.swiglu(x.data(), gated.data(), x.dtype, count);
+    kernels.rotate(rotated.data(), angles.data(), x.dtype, 1, 2 * count, count);
+    for (const std::int32_t dtype : {kFloat32, kFloat16, kBFloat16}) {
+      wire.emplace_back(dtype, count);
+      num_saturated += kernels.to_wire(x.data(), x.dtype, wire.back().data(), dtype, count);
+    }
+  }
+  bool operator==(const RowResults& other) const {
+    for (std::size_t i = 0; i < wire.size(); ++i) {
+      if (wire[i].bytes != other.wire[i].bytes) return false;
+    }
+    return normed.bytes == other.normed.bytes && gated.bytes == other.gated.bytes &&
+           rotated.bytes == other.rotated.bytes && num_saturated == other.num_saturated;
+  }
+  FloatRow normed, gated, rotated;
+  std::vector<FloatRow> wire;
+  std::int64_t num_saturated = 0;
+};
+
+// Within two steps of the type, relative to what is added up; tests/kernels/test_row_kernels.py looks closer.
+std::string check_row(const RowResults& got, const FloatRow& x, const FloatRow& weights,
+                      const std::vector<float>& angles, int count) {
+  const double step = std::ldexp(1.0, x.dtype == kFloat32 ? -22 : x.dtype == kFloat16 ? -9 : -6);
+  const auto near = [&](double value, double exact, double size) {
+    return std::fabs(value - exact) <= step * size + 0x1p-23;
+  };
+  double squares = 0;
+  for (int i = 0; i < count; ++i) squares += x[i] * x[i];
+  const double scale = 1 / std::sqrt(squares / count + 1e-5);
+  for (int i = 0; i < count; ++i) {
+    const double normed = x[i] * scale * weights[i], gated = x[i] / (1 + std::exp(-x[i])) * x[count + i];
+    if (!near(got.normed[i], normed, std::fabs(normed))) return "norm";
+    if (!near(got.gated[i], gated, std::fabs(gated))) return "swiglu";
+    const double a = x[i], b = x[count + i], cos = angles[i], sin = angles[count + i];
+    const double size = std::fabs(a) + std::fabs(b);
+    if (!near(got.rotated[i], a * cos - b * sin, size)) return "rotation";
+    if (!near(got.rotated[count + i], b * cos + a * sin, size)) return "rotation";
+    for (const FloatRow& wire : got.wire) {
+      if (!plain::same(wire[i], plain::rounded(x[i], wire.dtype))) return "wire";
+    }
+  }
+  return "";
+}
+
+// Rows of all lengths up to some vectors; the first instruction set is right if all agree and each is near.
+std::string check_rows(const Kernels& kernels) {
+  Random random(3);
+  for (const std::int32_t dtype : {kFloat32, kFloat16, kBFloat16}) {
+    for (int count = 1; count <= 100; ++count) {
+      const auto draw = [&](int size, float most) {
+        std::vector<float> wide(static_cast<std::size_t>(size));
+        for (float& each : wide) each = most * random.bell();
+        FloatRow row(dtype, size);
+        kernels.to_wire(wide.data(), kFloat32, row.data(), dtype, size);
+        return row;
+      };
+      const bool large = dtype != kFloat16 && random.one_in(4);  // beyond a half
+      FloatRow x = draw(2 * count, large ? 1e5f : 3.0f), weights = draw(count, 1.0f);
+      std::vector<float> angles(static_cast<std::size_t>(2 * count));
+      for (float& each : angles) each = static_cast<float>(random.between(-1000, 1000)) / 1000.0f;
+      const RowResults got(kernels, x, weights, angles, count);
+      const std::string row = " of " + std::to_string(count) + " " + kNames[dtype];
+      if (!(got == RowResults(*available(0), x, weights, angles, count))) return "other bits than scalar" + row;
+      const std::string wrong = check_row(got, x, weights, angles, count);
+      if (!wrong.empty()) return wrong + row;
+    }
+  }
+  return "";
+}
+
 // Cases until `count` or `seconds` are over.
 int run_cases(long count, double seconds, std::uint64_t seed) {
   const auto started = std::chrono::steady_clock::now();
@@ -498,6 +582,7 @@ int main(int argc, char** argv) {
   for (int i = 0; i < num_available(); ++i) {
     std::string wrong = check_conversions(*available(i));
     if (wrong.empty()) wrong = check_exp(*available(i));
+    if (wrong.empty()) wrong = check_rows(*available(i));
     if (!wrong.empty()) {
       std::printf("%s: %s\n", available(i)->name, wrong.c_str());
       return 1;

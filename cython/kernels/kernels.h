@@ -112,6 +112,20 @@ struct Kernels {
   // Sum of `count` floats, to measure how fast memory is read: variants 0 to 2 keep 1, 4 and 8 running sums,
   // 3 to 5 do the same with prefetches.
   float (*read_loop)(const float* data, std::int64_t count, int variant);
+  // The rest is the S-Part's: one row at a time, of float, half or bfloat16, computed in float. No alignment is
+  // assumed, and all instruction sets give the same bits.
+  // Root-mean-square norm of `count` values, rounded, times weights of the same type.
+  void (*rms_norm)(const void* row, const void* weights, void* target, std::int32_t dtype, std::int64_t count,
+                   float eps);
+  // silu(gate), rounded, times up: [gate|up] of `count` values each to `count` values.
+  void (*swiglu)(const void* gate_up, void* target, std::int32_t dtype, std::int64_t count);
+  // Rotate heads, `head_stride` values from one to the next, in place: value i < pairs goes with value i + pairs.
+  // `angles` are the cosines, then the sines of all pairs.
+  void (*rotate)(void* heads, const float* angles, std::int32_t dtype, std::int64_t num_heads,
+                 std::int64_t head_stride, std::int64_t pairs);
+  // Convert any number of values, as `convert` does; how many finite ones were beyond the target's range.
+  std::int64_t (*to_wire)(const void* source, std::int32_t source_dtype, void* target, std::int32_t target_dtype,
+                          std::int64_t count);
 };
 
 // Instruction sets that this build has and this processor can run, slowest first.

@@ -72,6 +72,7 @@ Vec broadcast(float x) { return {_mm256_set1_ps(x)}; }
 Vec add(Vec a, Vec b) { return {_mm256_add_ps(a.v, b.v)}; }
 Vec sub(Vec a, Vec b) { return {_mm256_sub_ps(a.v, b.v)}; }
 Vec mul(Vec a, Vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
+Vec div(Vec a, Vec b) { return {_mm256_div_ps(a.v, b.v)}; }
 Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
 Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }
 Vec abs(Vec a) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.v)}; }
@@ -95,6 +96,12 @@ Vec saturate(Vec x, float limit) {
   const __m256 low = _mm256_min_ps(_mm256_set1_ps(limit), x.v);
   const __m256 clamped = _mm256_max_ps(_mm256_set1_ps(-limit), low);
   return {_mm256_blendv_ps(clamped, x.v, is_inf)};
+}
+
+int count_between(Vec x, float low, float high) {
+  const __m256 above = _mm256_cmp_ps(x.v, _mm256_set1_ps(low), _CMP_GT_OQ);
+  const __m256 below = _mm256_cmp_ps(x.v, _mm256_set1_ps(high), _CMP_LT_OQ);
+  return __builtin_popcount(static_cast<unsigned>(_mm256_movemask_ps(_mm256_and_ps(above, below))));
 }
 
 Vec exp2_from_magic(Vec t) {

@@ -108,6 +108,7 @@ Vec broadcast(float x) { return {_mm512_set1_ps(x)}; }
 Vec add(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
 Vec sub(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
 Vec mul(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
+Vec div(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
 Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
 Vec abs(Vec a) { return {_mm512_abs_ps(a.v)}; }
@@ -134,6 +135,12 @@ Vec saturate(Vec x, float limit) {
   const __m512 low = _mm512_min_ps(_mm512_set1_ps(limit), x.v);
   const __m512 clamped = _mm512_max_ps(_mm512_set1_ps(-limit), low);
   return {_mm512_mask_blend_ps(is_inf, clamped, x.v)};
+}
+
+int count_between(Vec x, float low, float high) {
+  const __mmask16 above = _mm512_cmp_ps_mask(x.v, _mm512_set1_ps(low), _CMP_GT_OQ);
+  const __mmask16 below = _mm512_cmp_ps_mask(x.v, _mm512_set1_ps(high), _CMP_LT_OQ);
+  return __builtin_popcount(static_cast<unsigned>(above) & static_cast<unsigned>(below));
 }
 
 Vec exp2_from_magic(Vec t) {

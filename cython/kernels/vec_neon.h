@@ -63,6 +63,7 @@ Vec broadcast(float x) { return {vdupq_n_f32(x)}; }
 Vec add(Vec a, Vec b) { return {vaddq_f32(a.v, b.v)}; }
 Vec sub(Vec a, Vec b) { return {vsubq_f32(a.v, b.v)}; }
 Vec mul(Vec a, Vec b) { return {vmulq_f32(a.v, b.v)}; }
+Vec div(Vec a, Vec b) { return {vdivq_f32(a.v, b.v)}; }
 Vec fma(Vec a, Vec b, Vec c) { return {vfmaq_f32(c.v, a.v, b.v)}; }
 Vec max(Vec a, Vec b) { return {vbslq_f32(vcgtq_f32(a.v, b.v), a.v, b.v)}; }
 
@@ -75,6 +76,11 @@ Vec saturate(Vec x, float limit) {
   const uint32x4_t is_inf = vceqq_f32(vabsq_f32(x.v), vdupq_n_f32(__builtin_inff()));
   const float32x4_t clamped = vmaxq_f32(vdupq_n_f32(-limit), vminq_f32(vdupq_n_f32(limit), x.v));
   return {vbslq_f32(is_inf, x.v, clamped)};
+}
+
+int count_between(Vec x, float low, float high) {
+  const uint32x4_t is_between = vandq_u32(vcgtq_f32(x.v, vdupq_n_f32(low)), vcltq_f32(x.v, vdupq_n_f32(high)));
+  return static_cast<int>(vaddvq_u32(vshrq_n_u32(is_between, 31)));
 }
 
 Vec exp2_from_magic(Vec t) {

@@ -17,6 +17,7 @@
 //   nibbles_twice(p, i)                     of 8 lanes of words: codes 2 i in the lower, 2 i + 1 in the upper lanes
 //   fma(a, b, c) = a * b + c, in one rounding where the processor has it
 //   max(a, b): b where a or b is NaN
+//   count_between(x, low, high): how many lanes have low < x < high
 //   saturate(x, limit): finite x clamped to +-limit, infinities and NaN kept
 //   exp2_from_magic(t): 2^n for t = n + kRoundMagic
 //   zero_below(x, limit, value): 0 where x < limit, else value
@@ -116,6 +117,7 @@ void store_rounded(std::int16_t* p, Vec x) { store_bits(p, (Bits)(x.v + kRoundMa
 Vec add(Vec a, Vec b) { return {a.v + b.v}; }
 Vec sub(Vec a, Vec b) { return {a.v - b.v}; }
 Vec mul(Vec a, Vec b) { return {a.v * b.v}; }
+Vec div(Vec a, Vec b) { return {a.v / b.v}; }
 Vec fma(Vec a, Vec b, Vec c) { return {a.v * b.v + c.v}; }
 Vec max(Vec a, Vec b) { return {a.v > b.v ? a.v : b.v}; }
 Vec abs(Vec a) { return {(Floats)magnitude_bits(a.v)}; }
@@ -132,6 +134,11 @@ Vec saturate(Vec x, float limit) {
   const Floats high = broadcast(limit).v, low = -high;
   const Floats clamped = x.v > high ? high : x.v < low ? low : x.v;
   return {magnitude_bits(x.v) == 0x7f800000u ? x.v : clamped};
+}
+
+int count_between(Vec x, float low, float high) {
+  const Ints is_between = (x.v > broadcast(low).v) & (x.v < broadcast(high).v);  // -1 or 0
+  return -(is_between[0] + is_between[1] + is_between[2] + is_between[3]);
 }
 
 Vec exp2_from_magic(Vec t) { return {(Floats)(((Bits)t.v + 127u) << 23)}; }

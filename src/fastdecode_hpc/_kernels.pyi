@@ -14,6 +14,45 @@ def cache_token_bytes(dtype: str, head_dim: int) -> int: ...
 def exp_nonpositive(values: np.ndarray) -> np.ndarray: ...
 def touch_parts(buffer: np.ndarray, num_threads: int) -> None: ...
 def read_sums(buffer: np.ndarray, variant: int, num_threads: int) -> float: ...
+def rms_norm(
+    rows: int,
+    num_rows: int,
+    inner: int,
+    outer_bytes: int,
+    inner_bytes: int,
+    weights: int,
+    target: int,
+    dtype: int,
+    num_columns: int,
+    eps: float,
+    num_threads: int,
+) -> None: ...
+def swiglu(
+    rows: int, num_rows: int, row_bytes: int, target: int, dtype: int, num_columns: int, num_threads: int
+) -> None: ...
+def rotate(
+    rows: int,
+    num_rows: int,
+    row_bytes: int,
+    num_heads: int,
+    head_stride: int,
+    angles: int,
+    pairs: int,
+    dtype: int,
+    num_threads: int,
+) -> None: ...
+def to_wire(
+    rows: int,
+    num_rows: int,
+    row_bytes: int,
+    dtype: int,
+    target: int,
+    target_row_bytes: int,
+    target_dtype: int,
+    num_columns: int,
+    num_saturated: int,
+    num_threads: int,
+) -> None: ...
 
 class CacheView:
     num_layers: int

@@ -242,7 +242,8 @@ class Engine:
     def _make_partition(self) -> None:
         if not self.me.num_blocks:
             return
-        from fastdecode_hpc.r_part.attention import DecodeAttention, select_isa
+        from fastdecode_hpc.isa import select_isa
+        from fastdecode_hpc.r_part.attention import DecodeAttention
         from fastdecode_hpc.r_part.kv_cache import KVPartition
 
         assert self.me.isa is not None
@@ -456,7 +457,7 @@ class Engine:
 
 def _available_isas() -> tuple[str, ...]:
     """Instruction sets that this rank may use: all it has, or the one that ``FASTDECODE_ISA`` forces."""
-    from fastdecode_hpc.r_part.attention import ISA_VARIABLE, active_isa, available_isas
+    from fastdecode_hpc.isa import ISA_VARIABLE, active_isa, available_isas
 
     return (active_isa(),) if os.environ.get(ISA_VARIABLE) else available_isas()
 

@@ -79,7 +79,7 @@ class Run:
         started = time.perf_counter()
         graphs = self.config.cuda_graphs if self.s_part.can_be_recorded else "off"
         device = make_device(self.s_part.device, cuda_graphs=graphs)
-        cast = WireCast(self.config.wire_dtype, self.s_part.device, look_first=device.is_host)
+        cast = WireCast(self.config.wire_dtype, self.s_part.device)
         worker = self._make_worker(requests, device, transport, cast)
         worker.run()
         self._park()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fastdecode_hpc.r_part.attention import active_isa, available_isas, select_isa
+from fastdecode_hpc.isa import active_isa, available_isas, select_isa
 
 
 @pytest.fixture(params=available_isas())

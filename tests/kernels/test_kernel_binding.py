@@ -10,7 +10,8 @@ import pytest
 from kernel_cases import Rows, Shape, attend, fill, make_partition
 
 from fastdecode_hpc.config import ConfigError
-from fastdecode_hpc.r_part.attention import DecodeAttention, StepWork, available_isas, select_isa
+from fastdecode_hpc.isa import available_isas, select_isa
+from fastdecode_hpc.r_part.attention import DecodeAttention, StepWork
 
 SHAPE = Shape(4, 2, 16, wire="fp16", cache="fp16")
 
@@ -81,7 +82,7 @@ def run_python(code, isa):
 
 
 def test_environment_chooses_the_isa():
-    code = "from fastdecode_hpc.r_part.attention import active_isa; print(active_isa())"
+    code = "from fastdecode_hpc.isa import active_isa; print(active_isa())"
     for isa in available_isas():
         assert run_python(code, isa).stdout.strip() == isa
     assert run_python(code, "").stdout.strip() == available_isas()[-1]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fastdecode_hpc.r_part.attention import available_isas
+from fastdecode_hpc.isa import available_isas
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "cython" / "kernels"

@@ -93,7 +93,7 @@ def _run(batch: int) -> list[StepTimes]:
         s_end,
         scheduler,
         GivenKV(s_part, prompts),
-        WireCast("fp16", s_part.device, look_first=device.is_host),
+        WireCast("fp16", s_part.device),
         eos_token_ids=set(),
         on_token=lambda seq, token: False,
         on_finished=lambda seq: None,

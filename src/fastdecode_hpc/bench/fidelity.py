@@ -161,7 +161,7 @@ def _write_json(args: argparse.Namespace, cases: Sequence[FidelityCase], threads
 
 def _machine(threads: int) -> dict[str, Any]:
     from fastdecode_hpc.bench.machine import look_at_machine
-    from fastdecode_hpc.r_part.attention import active_isa
+    from fastdecode_hpc.isa import active_isa
 
     here = host.look()
     return {

@@ -159,7 +159,7 @@ class Settings:
                 raise ConfigError(f"--compare has {peer!r}; it takes {' and '.join(PEERS)}")
         if "llamacpp" in args.compare:
             _check_llamacpp(args)
-        from fastdecode_hpc.r_part.attention import active_isa, select_isa
+        from fastdecode_hpc.isa import active_isa, select_isa
 
         if args.isa is not None:
             select_isa(args.isa)

@@ -1,18 +1,14 @@
-"""Decode attention over a KV partition: the native kernels, and the NumPy reference that specifies them.
-
-The only importer of the native module.
-"""
+"""Decode attention over a KV partition: the native kernels, and the NumPy reference that specifies them."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from fastdecode_hpc import _kernels
-from fastdecode_hpc.config import ConfigError
+from fastdecode_hpc.isa import choose_isa
 from fastdecode_hpc.r_part.step_work import StepWork
 
 if TYPE_CHECKING:
@@ -20,62 +16,20 @@ if TYPE_CHECKING:
     from fastdecode_hpc.schedule.kv_layout import LayerGroup
 
 __all__ = [
-    "ISA_VARIABLE",
     "READ_LOOPS",
     "DecodeAttention",
     "StepWork",
-    "active_isa",
-    "available_isas",
     "convert_rows",
     "make_cache_view",
     "numpy_dtype",
     "pin_threads",
     "read_sums",
     "reference_attention",
-    "select_isa",
     "thread_cores",
     "touch_parts",
 ]
 
-ISA_VARIABLE = "FASTDECODE_ISA"
 READ_LOOPS = _kernels.READ_LOOPS
-_isa_is_chosen = False
-
-
-def available_isas() -> tuple[str, ...]:
-    """Instruction sets that this build has and this processor can run, slowest first."""
-    return _kernels.available_isas()
-
-
-def active_isa() -> str:
-    """The instruction set in use: the selected one, else ``FASTDECODE_ISA``, else the best available."""
-    _choose_isa()
-    return _kernels.active_isa()
-
-
-def select_isa(name: str) -> None:
-    """Use the named instruction set from now on.
-
-    Raises
-    ------
-    ConfigError
-        If this build or this processor does not have it.
-    """
-    global _isa_is_chosen
-    if name not in available_isas():
-        raise ConfigError(f"instruction set {name!r} is not available; here are: {', '.join(available_isas())}")
-    _kernels.select_isa(name)
-    _isa_is_chosen = True
-
-
-def _choose_isa() -> None:
-    """Honour the environment on the first use of a kernel."""
-    wanted = os.environ.get(ISA_VARIABLE)
-    if not _isa_is_chosen and wanted:
-        try:
-            select_isa(wanted)
-        except ConfigError as error:
-            raise ConfigError(f"{ISA_VARIABLE}: {error}") from None
 
 
 def numpy_dtype(dtype: str) -> np.dtype:
@@ -91,7 +45,7 @@ def convert_rows(rows: np.ndarray, source_dtype: str, target_dtype: str) -> np.n
     rows : np.ndarray
         [num_rows, columns] of `source_dtype`; columns is a multiple of 8.
     """
-    _choose_isa()
+    choose_isa()
     target = np.empty(rows.shape, numpy_dtype(target_dtype))
     _kernels.convert(rows, source_dtype, target, target_dtype)
     return target
@@ -104,13 +58,13 @@ def touch_parts(buffer: np.ndarray, num_threads: int) -> None:
 
 def read_sums(buffer: np.ndarray, variant: int, num_threads: int) -> float:
     """Read a buffer, [count] float32, by the loop `READ_LOOPS[variant]`; the sum of what was read."""
-    _choose_isa()
+    choose_isa()
     return _kernels.read_sums(buffer, variant, num_threads)
 
 
 def make_cache_view(arena: np.ndarray, group: LayerGroup, block_size: int) -> _kernels.CacheView:
     """The kernels' view of the memory of one layer group, [num_blocks * block_bytes] uint8."""
-    _choose_isa()
+    choose_isa()
     return _kernels.CacheView(
         arena,
         num_layers=len(group.layers),
@@ -150,7 +104,7 @@ class DecodeAttention:
         wire_dtype: str,
         num_threads: int,
     ) -> None:
-        _choose_isa()
+        choose_isa()
         self._places = partition.layer_places
         self._views = tuple((pool.view, recent.view if recent else None) for pool, recent in partition.pairs)
         self._num_threads, self._wire_dtype = num_threads, wire_dtype

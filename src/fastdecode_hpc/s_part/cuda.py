@@ -39,8 +39,6 @@ class CudaDevice:
         Run stages as CUDA graphs from their second time on.
     """
 
-    is_host = False
-
     def __init__(self, torch_device: torch.device, *, use_graphs: bool) -> None:
         self.torch_device = torch_device
         self._to_host, self._to_device = torch.cuda.Stream(torch_device), torch.cuda.Stream(torch_device)

@@ -45,10 +45,6 @@ class Device(Protocol):
     def torch_device(self) -> torch.device:
         """Where tensors of the S-Part lie."""
 
-    @property
-    def is_host(self) -> bool:
-        """Whether tensors lie in the host's memory and nothing is under way when a call returns."""
-
     def make_twin(self, num_rows: int, row_size: int, dtype: torch.dtype) -> Twin:
         """A pair of buffers of zeros for the whole run."""
 
@@ -87,7 +83,6 @@ class CpuDevice:
     """The host itself: twins are one buffer, nothing is under way when a call returns, nothing is recorded."""
 
     torch_device = torch.device("cpu")
-    is_host = True
 
     def make_twin(self, num_rows: int, row_size: int, dtype: torch.dtype) -> Twin:
         buffer = torch.zeros(num_rows, row_size, dtype=dtype)

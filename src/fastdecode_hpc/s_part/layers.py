@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastdecode_hpc.s_part import row_kernels
+
 # A norm: of the last dimension of a tensor, by its weights (and biases), with what is added to the variance.
 # On a CPU torch's own activations take scalar functions for the last elements of each thread's share and vector ones
 # for the others, so a value's last bit depends on its place. `exp` and `erf` alone round alike everywhere.
@@ -16,6 +18,8 @@ from torch import Tensor
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension, computed in float32, in the type of `x`."""
+    if row_kernels.take(x, 2, 3) and weight.dtype == x.dtype:
+        return row_kernels.rms_norm(x, weight, eps)
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * (wide * scale).to(x.dtype)
@@ -71,6 +75,14 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 """By `ModelConfig.activation`."""
 
 
+def gated(activation: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
+    """``activation(gate) * up`` of rows ``[gate|up]``."""
+    if activation is silu and row_kernels.take(gate_up, 2):
+        return row_kernels.swiglu(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return activation(gate) * up
+
+
 def softcap(x: Tensor, cap: float) -> Tensor:
     """``cap tanh(x / cap)``."""
     return torch.tanh(x / cap) * cap
@@ -86,6 +98,9 @@ def rotate_(x: Tensor, rows: Tensor) -> None:
     rows : Tensor
         ``[num_rows, 2, rotated / 2]`` float32, the rows' lines of `rope_table`.
     """
+    if row_kernels.take(x, 3):
+        row_kernels.rotate_(x, rows)
+        return
     cos, sin = rows[:, :1], rows[:, 1:]  # [num_rows, 1, rotated / 2]
     first, second = x[..., : 2 * rows.shape[-1]].chunk(2, dim=-1)
     new_first = first * cos - second * sin

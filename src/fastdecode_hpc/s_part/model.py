@@ -204,8 +204,7 @@ class SPart:
         """``activation(gate) * up`` of rows ``[gate|up]``, or ``activation(up)`` of rows ``[up]``."""
         if not self.config.gated:
             return self._activation(gate_up)
-        gate, up = gate_up.chunk(2, dim=-1)
-        return self._activation(gate) * up
+        return layers.gated(self._activation, gate_up)
 
     def _mixture(self, weights: LayerWeights, normed: Tensor) -> Tensor:
         """Each row through the experts that the router gives it, weighed and summed in the order of experts."""

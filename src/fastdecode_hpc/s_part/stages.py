@@ -98,7 +98,7 @@ class SlotStages:
 
 
 def _pre_attention(s_part: SPart, cast: WireCast, layer: int, hidden: Tensor, positions: Tensor, qkv: Tensor) -> None:
-    qkv.copy_(cast.round(s_part.pre_attention(layer, hidden, positions)))
+    cast.round_into(s_part.pre_attention(layer, hidden, positions), qkv)
 
 
 def _post_attention(s_part: SPart, layer: int, hidden: Tensor, out: Tensor) -> None:

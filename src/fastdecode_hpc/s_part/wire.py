@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fastdecode_hpc.s_part import row_kernels
+
 TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -21,14 +23,10 @@ class WireCast:
     wire_dtype : str
     device : torch.device
         Where the rows lie.
-    look_first : bool
-        Look whether all values are within the wire type's range before doing anything about those that are not: most
-        of the work is saved then. Not for devices that the host would have to wait for.
     """
 
-    def __init__(self, wire_dtype: str, device: torch.device, *, look_first: bool = False) -> None:
+    def __init__(self, wire_dtype: str, device: torch.device) -> None:
         self.dtype = TORCH_DTYPES[wire_dtype]
-        self._look_first = look_first
         self._max = torch.finfo(self.dtype).max
         self._saturated = torch.zeros((), dtype=torch.int64, device=device)
 
@@ -38,20 +36,32 @@ class WireCast:
         return int(self._saturated)
 
     def round(self, values: Tensor) -> Tensor:
-        """Convert; finite values beyond the wire type's range become its largest, infinity and NaN stay."""
-        if values.dtype == self.dtype or self._max >= torch.finfo(values.dtype).max:
-            return values.to(self.dtype)
-        if self._look_first and self._holds(values):
-            return values.to(self.dtype)
+        """Convert; finite values beyond the wire type's range become its largest, infinity and NaN stay.
+
+        Parameters
+        ----------
+        values : Tensor
+            ``[num_rows, size]``
+        """
+        if values.dtype == self.dtype:
+            return values
+        target = torch.empty(values.shape, dtype=self.dtype, device=values.device)
+        self.round_into(values, target)
+        return target
+
+    def round_into(self, values: Tensor, target: Tensor) -> None:
+        """`round` into rows of the wire type."""
+        if row_kernels.take(values, 2) and row_kernels.take(target, 2):
+            row_kernels.to_wire(values, target, self._saturated)
+        else:
+            target.copy_(self._saturate(values))
+
+    def _saturate(self, values: Tensor) -> Tensor:
+        """Values that the wire type can hold; no look at them makes the host wait for a device."""
+        if self._max >= torch.finfo(values.dtype).max:
+            return values
         if values.dtype == torch.bfloat16:
             values = values.float()  # bf16 can't hold fp16's largest value: it would compare and clamp to 65536
         too_large = (values.abs() > self._max) & values.isfinite()
         self._saturated += too_large.sum()
-        return torch.where(too_large, values.clamp(-self._max, self._max), values).to(self.dtype)
-
-    def _holds(self, values: Tensor) -> bool:
-        """Whether all values are numbers within the wire type's range."""
-        if not values.numel():
-            return True
-        low, high = (end.item() for end in values.aminmax())  # both are NaN where any value is
-        return bool(-self._max <= low and high <= self._max)
+        return torch.where(too_large, values.clamp(-self._max, self._max), values)

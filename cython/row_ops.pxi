@@ -1,0 +1,63 @@
+# What the S-Part does to rows beside matrix products; a part of _kernels.pyx.
+#
+# Memory comes as addresses, as tensors have them, and callers answer for shapes and types: `s_part.row_kernels`, their
+# only one, checks them. Row r of a tensor lies at address + r // inner * outer_bytes + r % inner * inner_bytes.
+
+cdef int64_t MIN_PARALLEL_BYTES = 1 << 17  # read and written; for fewer, starting threads costs more
+cdef int64_t MIN_PARALLEL_GATES = 1 << 14  # an exponential and a division each
+
+
+def rms_norm(uintptr_t rows, int64_t num_rows, int64_t inner, int64_t outer_bytes, int64_t inner_bytes,
+             uintptr_t weights, uintptr_t target, int32_t dtype, int64_t num_columns, float eps, int num_threads):
+    """Root-mean-square norm of rows into contiguous rows of the same type."""
+    cdef int64_t row
+    cdef int64_t target_bytes = num_columns * ITEM_BYTES[dtype]
+    cdef const Kernels* kernels = active
+    for row in prange(num_rows, nogil=True, schedule="static",
+                      num_threads=team(2 * num_rows * target_bytes, MIN_PARALLEL_BYTES, num_threads)):
+        kernels.rms_norm(<const void*> (rows + row // inner * outer_bytes + row % inner * inner_bytes),
+                         <const void*> weights, <void*> (target + row * target_bytes), dtype, num_columns, eps)
+
+
+def swiglu(uintptr_t rows, int64_t num_rows, int64_t row_bytes, uintptr_t target, int32_t dtype, int64_t num_columns,
+           int num_threads):
+    """silu(gate) * up of rows [gate|up], `num_columns` each, into contiguous rows of the same type."""
+    cdef int64_t row
+    cdef int64_t target_bytes = num_columns * ITEM_BYTES[dtype]
+    cdef const Kernels* kernels = active
+    for row in prange(num_rows, nogil=True, schedule="static",
+                      num_threads=team(num_rows * num_columns, MIN_PARALLEL_GATES, num_threads)):
+        kernels.swiglu(<const void*> (rows + row * row_bytes), <void*> (target + row * target_bytes), dtype,
+                       num_columns)
+
+
+def rotate(uintptr_t rows, int64_t num_rows, int64_t row_bytes, int64_t num_heads, int64_t head_stride,
+           uintptr_t angles, int64_t pairs, int32_t dtype, int num_threads):
+    """Rotate heads in place; angles are contiguous rows of float32."""
+    cdef int64_t row
+    cdef int64_t head_bytes = 2 * pairs * ITEM_BYTES[dtype]
+    cdef const Kernels* kernels = active
+    for row in prange(num_rows, nogil=True, schedule="static",
+                      num_threads=team(2 * num_rows * num_heads * head_bytes, MIN_PARALLEL_BYTES, num_threads)):
+        kernels.rotate(<void*> (rows + row * row_bytes), <const float*> angles + row * 2 * pairs, dtype, num_heads,
+                       head_stride, pairs)
+
+
+def to_wire(uintptr_t rows, int64_t num_rows, int64_t row_bytes, int32_t dtype, uintptr_t target,
+            int64_t target_row_bytes, int32_t target_dtype, int64_t num_columns, uintptr_t num_saturated,
+            int num_threads):
+    """Convert rows; what was beyond the target's range is added to the int64 at `num_saturated`."""
+    cdef int64_t row
+    cdef int64_t found = 0
+    cdef int64_t num_bytes = num_rows * num_columns * (ITEM_BYTES[dtype] + ITEM_BYTES[target_dtype])
+    cdef const Kernels* kernels = active
+    for row in prange(num_rows, nogil=True, schedule="static",
+                      num_threads=team(num_bytes, MIN_PARALLEL_BYTES, num_threads)):
+        found += kernels.to_wire(<const void*> (rows + row * row_bytes), dtype,
+                                 <void*> (target + row * target_row_bytes), target_dtype, num_columns)
+    (<int64_t*> num_saturated)[0] += found
+
+
+cdef inline int team(int64_t work, int64_t least, int num_threads) noexcept nogil:
+    """All threads or one: a smaller team makes the OpenMP runtime end threads and start them anew."""
+    return num_threads if work >= least else 1

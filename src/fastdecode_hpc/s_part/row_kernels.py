@@ -1,0 +1,100 @@
+"""Native kernels for what a layer does to its rows beside matrix products; for tensors of a CPU.
+
+Notes
+-----
+Each takes the place of several calls of torch, which cost more than what they compute. A row's bits depend on that row
+alone, not on its place, the number of threads or the instruction set. Callers ask `take` first.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fastdecode_hpc import _kernels
+from fastdecode_hpc.isa import choose_isa
+
+_DTYPES = {
+    torch.float32: _kernels.DTYPES["fp32"],
+    torch.float16: _kernels.DTYPES["fp16"],
+    torch.bfloat16: _kernels.DTYPES["bf16"],
+}
+
+
+def take(x: Tensor, *num_dims: int) -> bool:
+    """Whether a kernel for this many dimensions can work on `x`; the last one's values must lie next to each other."""
+    return x.is_cpu and x.dtype in _DTYPES and x.dim() in num_dims and x.stride(-1) == 1
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`layers.rms_norm`.
+
+    Parameters
+    ----------
+    x : Tensor
+        ``[num_rows, size]`` or ``[num_rows, num_heads, size]``; may be a view.
+    weight : Tensor
+        ``[size]``, in the type of `x`.
+
+    Returns
+    -------
+    Tensor
+        Contiguous, in shape and type of `x`.
+    """
+    size = x.shape[-1]
+    assert size > 0 and weight.is_cpu and weight.dtype == x.dtype
+    assert weight.shape == (size,) and weight.is_contiguous(), (weight.shape, weight.stride())
+    out, item = torch.empty(x.shape, dtype=x.dtype), x.element_size()
+    inner = x.shape[1] if x.dim() == 3 else 1
+    choose_isa()
+    _kernels.rms_norm(
+        x.data_ptr(), x.shape[0] * inner, max(inner, 1), x.stride(0) * item, x.stride(-2) * item, weight.data_ptr(),
+        out.data_ptr(), _DTYPES[x.dtype], size, eps, torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """`layers.gated` with `silu`: ``[num_rows, 2 * size]``, may be a view, to contiguous ``[num_rows, size]``."""
+    num_rows, size = gate_up.shape[0], gate_up.shape[-1] // 2
+    assert gate_up.shape[1] == 2 * size, gate_up.shape
+    out = torch.empty(num_rows, size, dtype=gate_up.dtype)
+    choose_isa()
+    _kernels.swiglu(
+        gate_up.data_ptr(), num_rows, gate_up.stride(0) * gate_up.element_size(), out.data_ptr(),
+        _DTYPES[gate_up.dtype], size, torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def rotate_(x: Tensor, rows: Tensor) -> None:
+    """`layers.rotate_`: heads ``[num_rows, num_heads, head_dim]``, a view or not, by ``[num_rows, 2, pairs]``."""
+    num_rows, num_heads, head_dim = x.shape
+    pairs = rows.shape[-1]
+    assert rows.is_cpu and rows.dtype == torch.float32 and 2 * pairs <= head_dim, (x.shape, rows.dtype, rows.shape)
+    assert rows.shape == (num_rows, 2, pairs) and rows.is_contiguous(), (rows.shape, rows.stride())
+    choose_isa()
+    _kernels.rotate(
+        x.data_ptr(), num_rows, x.stride(0) * x.element_size(), num_heads, x.stride(1), rows.data_ptr(), pairs,
+        _DTYPES[x.dtype], torch.get_num_threads(),
+    )  # fmt: skip
+
+
+def to_wire(values: Tensor, target: Tensor, num_saturated: Tensor) -> None:
+    """Convert rows into others of the same shape and another type.
+
+    Parameters
+    ----------
+    values, target : Tensor
+        ``[num_rows, size]``; may be views.
+    num_saturated : Tensor
+        ``[]`` int64; raised by the number of finite values beyond the target type's range, which become its largest.
+    """
+    assert values.shape == target.shape, (values.shape, target.shape)
+    assert num_saturated.is_cpu and num_saturated.dtype == torch.int64
+    choose_isa()
+    _kernels.to_wire(
+        values.data_ptr(), values.shape[0], values.stride(0) * values.element_size(), _DTYPES[values.dtype],
+        target.data_ptr(), target.stride(0) * target.element_size(), _DTYPES[target.dtype], values.shape[1],
+        num_saturated.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
