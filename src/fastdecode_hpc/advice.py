@@ -5,14 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fastdecode_hpc.affinity import Cores, num_usable_cores
-from fastdecode_hpc.host import format_bytes, format_cores
-from fastdecode_hpc.setup import RankSetup
+from fastdecode_hpc.host import format_bytes, format_cores, format_ranks
+from fastdecode_hpc.setup import Place, RankSetup
 
 ThreadCores = tuple[Cores, ...]  # of one rank: the cores that each of its kernels' threads may run on
 
 
+def placement_faults(places: Sequence[Place], *, wants_gpu: bool = False) -> list[str]:
+    """What is wrong with the places that the ranks were started at, a sentence for each kind of mistake.
+
+    Under a batch scheduler a job with any of them is refused: it would waste what was booked.
+
+    Parameters
+    ----------
+    places : sequence of Place
+    wants_gpu : bool
+        Whether the S-Part goes to a GPU where there is one.
+    """
+    return [
+        *_spanning([place for place in places if place.role == "R-worker" and len(place.numa_nodes) > 1]),
+        *_too_few_cores([place for place in places if len(place.cores) < place.threads]),
+        *_same_cores(places),
+        *(_gpu_elsewhere(places) if wants_gpu else []),
+    ]
+
+
 def placement_advice(ranks: Sequence[RankSetup], thread_cores: Sequence[ThreadCores]) -> list[str]:
-    """What is wrong with the placement, a sentence for each kind of mistake, whatever the number of ranks.
+    """What else costs speed, a sentence for each kind of mistake, whatever the number of ranks.
 
     Parameters
     ----------
@@ -20,40 +39,71 @@ def placement_advice(ranks: Sequence[RankSetup], thread_cores: Sequence[ThreadCo
     thread_cores : sequence of tuple
         For each rank the cores of each thread, read back; empty for a rank without kernels.
     """
-    usable = [_num_usable(rank, cores) for rank, cores in zip(ranks, thread_cores, strict=True)]
-    crowded = [(rank, count) for rank, count in zip(ranks, usable, strict=True) if count < rank.threads]
+    usable = [num_usable_cores(cores) if cores else len(rank.cores)
+              for rank, cores in zip(ranks, thread_cores, strict=True)]  # fmt: skip
+    lost = [
+        (rank, count)
+        for rank, count in zip(ranks, usable, strict=True)
+        if count < rank.threads <= len(rank.cores)  # others were started with too few
+    ]
     return [
-        *_spanning([rank for rank in ranks if rank.num_blocks and len(rank.numa_nodes) > 1]),
-        *_too_few_cores([rank for rank, _ in crowded if len(rank.cores) < rank.threads]),
-        *_bound_together([(rank, count) for rank, count in crowded if len(rank.cores) >= rank.threads]),
+        *_bound_together(lost),
         *_beyond_their_nodes([rank for rank in ranks if rank.kv_bytes > (rank.numa_memory_bytes or rank.kv_bytes)]),
         *_small_pages([rank for rank in ranks if rank.num_blocks and rank.huge_pages == "never"]),
     ]
 
 
-def _num_usable(rank: RankSetup, cores: ThreadCores) -> int:
-    return num_usable_cores(cores) if cores else min(rank.threads, len(rank.cores))
-
-
-def _spanning(ranks: list[RankSetup]) -> list[str]:
-    if not ranks:
+def _spanning(places: list[Place]) -> list[str]:
+    if not places:
         return []
-    example = f"{_where(ranks[0])}: nodes {format_cores(ranks[0].numa_nodes)}"
+    example = f"{_where(places[0])}: nodes {format_cores(places[0].numa_nodes)}"
     return [
-        f"{_names(ranks)} may run on several NUMA nodes ({example}), so threads read KV that lies at another node. "
-        "Give each R-worker one node: srun --ntasks-per-socket=1 --cpu-bind=sockets --mem-bind=local, or "
-        "mpirun --map-by numa --bind-to numa"
+        f"{_names(places)} may run on several NUMA nodes ({example}), so threads read KV that lies at another node. "
+        "Give each R-worker one node: srun --cpu-bind=ldoms --mem-bind=local (where a socket is one node also "
+        "--ntasks-per-socket=1 --cpu-bind=sockets --mem-bind=local), or mpirun --map-by numa --bind-to numa"
     ]
 
 
-def _too_few_cores(ranks: list[RankSetup]) -> list[str]:
-    if not ranks:
+def _too_few_cores(places: list[Place]) -> list[str]:
+    if not places:
         return []
-    rank = ranks[0]
+    place = places[0]
     return [
-        f"{_names(ranks)} started with fewer cores than threads ({_where(rank)}: "
-        f"{rank.threads} threads, {_cores(len(rank.cores))}), so threads wait for each other. Start ranks with more "
+        f"{_names(places)} started with fewer cores than threads ({_where(place)}: "
+        f"{place.threads} threads, {_cores(len(place.cores))}), so threads wait for each other. Start ranks with more "
         "cores (srun --cpus-per-task=N, mpirun --map-by numa --bind-to numa), or lower --threads"
+    ]
+
+
+def _same_cores(places: Sequence[Place]) -> list[str]:
+    """Ranks that have to take turns on the cores they share; a rank with too many threads for itself is told apart."""
+    crowded: dict[int, Place] = {}
+    example = ""
+    for place in places:
+        sharing = [other for other in places if other.host == place.host and set(other.cores) & set(place.cores)]
+        cores = {core for other in sharing for core in other.cores}
+        threads = sum(min(other.threads, len(other.cores)) for other in sharing)
+        if len(sharing) > 1 and threads > len(cores):
+            crowded |= {other.rank: other for other in sharing}
+            shown = format_cores(tuple(sorted(cores)))
+            example = example or f"on {place.host}: {_names(sharing)} with {threads} threads on cores {shown}"
+    if not crowded:
+        return []
+    ranks = [crowded[rank] for rank in sorted(crowded)]
+    return [
+        f"{_names(ranks)} were started on the same cores ({example}), so they take turns. Give each rank cores of its "
+        "own (srun --cpus-per-task=N --cpu-bind=cores, mpirun --map-by slot:PE=N --bind-to core), start fewer on a "
+        "node, or lower --threads"
+    ]
+
+
+def _gpu_elsewhere(places: Sequence[Place]) -> list[str]:
+    first, others = places[0], [place for place in places if place.gpus]
+    if first.gpus or not others:
+        return []
+    return [
+        f"rank 0 on {first.host} sees no GPU, and {_where(others[0])} sees {others[0].gpus}: the S-Part, on rank 0, "
+        "would run on the CPU. Put the part with the GPU first (srun A : B, A with --gpus=1), or say --device cpu"
     ]
 
 
@@ -91,11 +141,11 @@ def _small_pages(ranks: list[RankSetup]) -> list[str]:
     ]
 
 
-def _names(ranks: list[RankSetup]) -> str:
-    return f"{'ranks' if ranks[1:] else 'rank'} {format_cores(tuple(rank.rank for rank in ranks))}"
+def _names(ranks: Sequence[Place]) -> str:
+    return format_ranks([rank.rank for rank in ranks])
 
 
-def _where(rank: RankSetup) -> str:
+def _where(rank: Place) -> str:
     return f"rank {rank.rank} on {rank.host}"
 
 

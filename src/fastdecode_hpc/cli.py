@@ -17,7 +17,7 @@ from fastdecode_hpc.calibrate import command as calibrate_command
 from fastdecode_hpc.config import ConfigError, RunConfig
 from fastdecode_hpc.files import OutputError
 from fastdecode_hpc.host import process_age
-from fastdecode_hpc.launch import announce, detect, launch
+from fastdecode_hpc.launch import announce, detect, launch, speaks
 from fastdecode_hpc.options import add_run_options, add_sampling_options, duration, run_config, sampling
 from fastdecode_hpc.planner import command as planner_command
 from fastdecode_hpc.report import command as report_command
@@ -33,7 +33,7 @@ class _Parser(argparse.ArgumentParser):
     """Says a usage error once, not once a rank."""
 
     def error(self, message: str) -> NoReturn:
-        if (detect().rank or 0) == 0:
+        if speaks():
             self.print_usage(sys.stderr)
             print(f"fastdecode: {message}", file=sys.stderr)
         raise SystemExit(2)
@@ -108,7 +108,7 @@ def run_command(argv: Sequence[str]) -> int:
         func: Callable[[argparse.Namespace, Sequence[str]], int] = args.func
         return func(args, argv)
     except ConfigError as error:
-        if (detect().rank or 0) == 0:
+        if speaks():
             print(f"fastdecode: {error}", file=sys.stderr)
         return 2
 

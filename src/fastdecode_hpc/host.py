@@ -5,12 +5,13 @@ Reads the affinity mask and the cgroup, never the node's totals: a job owns a sh
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import resource
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,12 @@ class HostInfo:
     siblings: tuple[tuple[int, ...], ...] = ()  # its cores, grouped by physical core
     huge_pages: str = ""  # always | madvise | never; empty: unknown
     numa_memory_bytes: int | None = None  # that can still be taken on its NUMA nodes; None: unknown
+    gpus: int = 0  # that it may use
+
+    @property
+    def num_physical_cores(self) -> int:
+        """Hardware threads of one physical core count once."""
+        return len(self.siblings) or len(self.cores)
 
 
 def look() -> HostInfo:
@@ -53,6 +60,7 @@ def look() -> HostInfo:
         siblings=topology.core_siblings(_CORES_AT_START),
         huge_pages=topology.huge_page_mode(),
         numa_memory_bytes=topology.local_memory(nodes),
+        gpus=visible_gpus(),
     )
 
 
@@ -67,8 +75,19 @@ def undo_openmp_binding(env: Mapping[str, str] = os.environ) -> None:
             os.sched_setaffinity(0, _CORES_AT_START)
 
 
-def asked_threads(flag: int | None, env: Mapping[str, str] = os.environ) -> int | None:
+def visible_gpus(env: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> int:
+    """GPUs that this process may use, without a GPU library: NVIDIA's devices, and CUDA_VISIBLE_DEVICES."""
+    found = sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in devices.glob("nvidia*"))
+    if "CUDA_VISIBLE_DEVICES" not in env:
+        return found
+    chosen = itertools.takewhile(lambda name: name not in ("", "-1"), env["CUDA_VISIBLE_DEVICES"].split(","))
+    return min(found, len(list(chosen)))
+
+
+def asked_threads(flag: int | None, here: HostInfo, env: Mapping[str, str] = os.environ) -> int | None:
     """Threads that the user asked for: the flag, else OMP_NUM_THREADS, else SLURM_CPUS_PER_TASK, else None.
+
+    Slurm's CPUs are hardware threads where the rank has those: then a physical core counts once.
 
     Raises
     ------
@@ -77,13 +96,21 @@ def asked_threads(flag: int | None, env: Mapping[str, str] = os.environ) -> int 
     """
     if flag is not None:
         return flag
-    for name in ("OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK"):
-        if value := env.get(name, ""):
-            first = value.split(",")[0]  # OMP allows a list, one entry a nesting level
-            if not first.isdigit() or int(first) < 1:
-                raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least 1")
-            return int(first)
+    if threads := _count_in(env, "OMP_NUM_THREADS"):
+        return threads
+    if cpus := _count_in(env, "SLURM_CPUS_PER_TASK"):
+        return max(1, cpus * here.num_physical_cores // len(here.cores))
     return None
+
+
+def _count_in(env: Mapping[str, str], name: str) -> int | None:
+    value = env.get(name, "")
+    if not value:
+        return None
+    first = value.split(",")[0]  # OMP allows a list, one entry a nesting level
+    if not first.isdigit() or int(first) < 1:
+        raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least 1")
+    return int(first)
 
 
 def format_cores(cores: tuple[int, ...]) -> str:
@@ -95,6 +122,11 @@ def format_cores(cores: tuple[int, ...]) -> str:
         else:
             spans.append([core, core])
     return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans)
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Ranks in words: ``rank 3``, ``ranks 0-2``."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {format_cores(tuple(ranks))}"
 
 
 def format_bytes(num_bytes: float) -> str:

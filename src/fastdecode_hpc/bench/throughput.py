@@ -34,7 +34,7 @@ UNITS = {
 RUN_OPTIONS = (
     "model", "load_format", "num_layers", "device", "dtype", "cuda_graphs", "wire_dtype", "num_slots",
     "max_prefill_tokens", "prefill_chunk_tokens", "block_size", "kv_memory_bytes", "threads", "pin_threads", "wait",
-    "isa", "batch_invariant", "r_worker_weights",
+    "isa", "batch_invariant", "r_worker_weights", "allow_oversubscribe",
 )  # fmt: skip
 
 
@@ -140,7 +140,7 @@ def _whole_numbers(name: str, text: str) -> list[int]:
 
 def _config(args: argparse.Namespace, case: Case) -> RunConfig:
     given = {"schedule": case.schedule, "kv_dtype": case.kv_dtype, "max_batch_size": case.batch}
-    return run_config(args, ranks=None, **given)
+    return run_config(args, ranks=1 if detect().kind == "none" else None, **given)
 
 
 def _run_rank(args: argparse.Namespace, cases: Sequence[Case], world: World | None) -> int:

@@ -24,7 +24,7 @@ MIN_ROUNDS = 3
 RUN_OPTIONS = (
     "model", "load_format", "num_layers", "ranks", "device", "dtype", "cuda_graphs", "wire_dtype", "num_slots",
     "max_prefill_tokens", "prefill_chunk_tokens", "block_size", "kv_memory_bytes", "threads", "pin_threads", "wait",
-    "isa", "batch_invariant",
+    "isa", "batch_invariant", "allow_oversubscribe",
 )  # fmt: skip
 
 
