@@ -1,4 +1,4 @@
-"""The command line: ``fastdecode generate | validate | calibrate | plan | simulate | report | bench``.
+"""The command line: ``fastdecode generate | validate | doctor | calibrate | plan | simulate | report | bench``.
 
 Parsing, ``--help`` and ``--version`` import neither MPI nor torch.
 """
@@ -15,6 +15,7 @@ from fastdecode_hpc import __version__
 from fastdecode_hpc.bench import command as bench_command
 from fastdecode_hpc.calibrate import command as calibrate_command
 from fastdecode_hpc.config import ConfigError, RunConfig
+from fastdecode_hpc.doctor import command as doctor_command
 from fastdecode_hpc.files import OutputError
 from fastdecode_hpc.host import process_age
 from fastdecode_hpc.launch import announce, detect, launch, speaks
@@ -46,6 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_generate(commands)
     _add_validate(commands)
+    doctor_command.add_arguments(commands)
     report_command.add_arguments(commands)
     calibrate_command.add_arguments(commands)
     planner_command.add_arguments(commands)

@@ -5,6 +5,7 @@ Reads the affinity mask and the cgroup, never the node's totals: a job owns a sh
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import re
@@ -152,10 +153,27 @@ def parse_bytes(text: str) -> int:
 
 def available_memory(env: Mapping[str, str] = os.environ) -> int:
     """Bytes this process and its fellows of the same job may still take on this host."""
-    limits = [_mem_available(), *_cgroup_rooms()]
+    return min(memory_limits(env).values())
+
+
+def memory_limits(env: Mapping[str, str] = os.environ) -> dict[str, int]:
+    """What bounds that memory, by name, each with the bytes that it leaves."""
+    limits = {"the host": _mem_available()}
+    if rooms := _cgroup_rooms():
+        limits["the cgroup"] = min(rooms)
     if (node := env.get("SLURM_MEM_PER_NODE", "")).isdigit() and int(node):
-        limits.append(int(node) * SLURM_MB)
-    return max(0, min(limits))
+        limits["SLURM_MEM_PER_NODE"] = int(node) * SLURM_MB
+    return {name: max(0, left) for name, left in limits.items()}
+
+
+def can_read_peers() -> bool:
+    """Whether the kernel lets a process read another's memory in one copy, as MPI does for messages on a node.
+
+    Tried on this process itself: containers forbid the call altogether.
+    """
+    libc, byte = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(1)
+    span = (ctypes.c_size_t * 2)(ctypes.addressof(byte), 1)
+    return bool(libc.process_vm_readv(os.getpid(), span, 1, span, 1, 0) == 1)
 
 
 def _mem_available() -> int:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -23,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 from fastdecode_hpc.config import ConfigError
-from fastdecode_hpc.mpiexec import OPTIONS, environment, find_library, find_mpiexec
+from fastdecode_hpc.mpiexec import OPTIONS, environment, find_library, find_mpiexec, understands_pmix
 from fastdecode_hpc.signals import STOP_SIGNALS, Process
 
 LAUNCHED = "FASTDECODE_LAUNCHED"  # in a rank that `launch` started: the folder it shares with the launcher
@@ -187,12 +186,6 @@ def process_manager(env: Mapping[str, str] = os.environ) -> str:
         return ""
     found = env.get("SLURM_MPI_TYPE") or ("pmix" if "PMIX_RANK" in env else "pmi2" if "PMI_FD" in env else "none")
     return "pmix" if found.startswith("pmix") else found  # also pmix_v3 and the like
-
-
-def understands_pmix(library: str) -> bool:
-    """False for a library that says how it was configured, and not for PMIx; MPICH tells, the others don't."""
-    configured = re.search(r"^MPICH configure:(.*)$", library, re.MULTILINE)
-    return configured is None or "pmix" in configured[1]
 
 
 def check_alone(launch: Launch, ranks: int | None, env: Mapping[str, str] = os.environ) -> None:

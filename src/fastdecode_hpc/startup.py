@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fastdecode_hpc import __version__, host
-from fastdecode_hpc.advice import ThreadCores, placement_advice, placement_faults
+from fastdecode_hpc.advice import ThreadCores, placement_advice, placement_faults, unlike_ranks
 from fastdecode_hpc.affinity import binding_asked, is_pinned
 from fastdecode_hpc.config import ConfigError, RunConfig
 from fastdecode_hpc.launch import Launch, batch_scheduler, check_world
@@ -101,8 +101,8 @@ def accept_places(run: RunConfig, setup: Setup) -> None:
     faults = [] if run.allow_oversubscribe else placement_faults(setup.ranks, wants_gpu=run.device != "cpu")
     if faults and (scheduler := batch_scheduler()):
         head = f"the ranks of this {scheduler} job are placed badly:"
-        places = [rank.where for rank in setup.ranks]
-        raise ConfigError("\n".join([head, *places, *faults, "To run it all the same: --allow-oversubscribe"]))
+        lines = [*(rank.where for rank in setup.ranks), *map(str, faults)]
+        raise ConfigError("\n".join([head, *lines, "To run it all the same: --allow-oversubscribe"]))
     for fault in faults:
         logger.warning("%s", fault)
 
@@ -181,23 +181,8 @@ def check_alike(hellos: list[Hello]) -> None:
     ConfigError
         Naming the ranks that have another than rank 0.
     """
-    for what, values, way_out in (
-        ("fastdecode", [hello.version for hello in hellos], "install one version everywhere"),
-        (
-            "the MPI library",
-            [hello.library for hello in hellos],
-            "use one environment, or MPI module, everywhere",
-        ),
-    ):
-        others = [hello for hello, value in zip(hellos, values, strict=True) if value != values[0]]
-        if others:
-            hosts = ", ".join(sorted({hello.host.host for hello in others})[:3])
-            found = " and ".join(sorted({" ".join(values[hello.rank].split()) for hello in others}))
-            raise ConfigError(
-                f"{what} is not the same on all ranks: rank 0 on {hellos[0].host.host} has "
-                f"{' '.join(values[0].split())}, {host.format_ranks([hello.rank for hello in others])} ({hosts}) "
-                f"{'have' if others[1:] else 'has'} {found}; {way_out}"
-            )
+    for advice in unlike_ranks(hellos):
+        raise ConfigError(str(advice))
 
 
 def _checked(hello: Hello) -> Hello:

@@ -75,7 +75,7 @@ def test_a_rank_that_is_placed_well_is_told_nothing() -> None:
 
 def test_ranks_over_several_nodes_are_told_once_with_the_flags() -> None:
     ranks = [rank(number, numa_nodes=(0, 1) if number < 65 else (0,), host=f"n{number}") for number in range(1, 66)]
-    (text,) = placement_faults([S_WORKER, *ranks])
+    text = only(placement_faults([S_WORKER, *ranks]))
     assert text.startswith("ranks 1-64 may run on several NUMA nodes (rank 1 on n1: nodes 0-1)")
     for flag in (
         "--cpu-bind=ldoms",
@@ -93,7 +93,7 @@ def test_one_process_may_use_the_whole_node() -> None:
 
 def test_ranks_on_the_same_cores_are_told_once_with_the_numbers() -> None:
     ranks = [rank(0, role="S-worker", num_blocks=()), *(rank(number, threads=2) for number in (1, 2))]
-    (text,) = placement_faults([*ranks, rank(3, host="n1")])
+    text = only(placement_faults([*ranks, rank(3, host="n1")]))
     assert text.startswith("ranks 0-2 were started on the same cores (on n0: ranks 0-2 with 8 threads on cores 0-3)")
     for flag in ("--cpus-per-task=N --cpu-bind=cores", "--map-by slot:PE=N --bind-to core", "--threads"):
         assert flag in text
@@ -105,7 +105,7 @@ def test_ranks_on_the_same_cores_are_told_once_with_the_numbers() -> None:
 
 def test_a_gpu_that_rank_0_does_not_see_is_told_where_one_is_wanted() -> None:
     ranks = [S_WORKER, rank(1, host="n1", gpus=4), rank(2, host="n2", gpus=4)]
-    (text,) = placement_faults(ranks, wants_gpu=True)
+    text = only(placement_faults(ranks, wants_gpu=True))
     assert text.startswith("rank 0 on n0 sees no GPU, and rank 1 on n1 sees 4:")
     assert "srun A : B" in text
     assert placement_faults(ranks) == []
@@ -114,22 +114,22 @@ def test_a_gpu_that_rank_0_does_not_see_is_told_where_one_is_wanted() -> None:
 
 def test_threads_without_cores_of_their_own_are_told_why() -> None:
     few = [rank(0, role="S-worker", cores=(0,), num_blocks=()), rank(1, cores=(1,))]
-    (text,) = placement_faults(few)
+    text = only(placement_faults(few))
     assert placement_advice(few, [(), ((1,),) * 4]) == []  # said once
     assert "ranks 0-1 started with fewer cores than threads (rank 0 on n0: 4 threads, 1 core)" in text
     assert "--cpus-per-task" in text
-    (text,) = placement_advice([rank(1), rank(2)], [FOUR, ((0,), (0,), (1,), (1,))])
+    text = only(placement_advice([rank(1), rank(2)], [FOUR, ((0,), (0,), (1,), (1,))]))
     assert (
         "rank 2 lost cores after the start (rank 2 on n0: 4 threads can use 2 cores of the 4 it started with)" in text
     )
     assert "OMP_PROC_BIND=false" in text
-    (text,) = placement_advice([rank(1)], [FOUR[:2]])  # OMP_THREAD_LIMIT=2
+    text = only(placement_advice([rank(1)], [FOUR[:2]]))  # OMP_THREAD_LIMIT=2
     assert "4 threads can use 2 cores" in text
 
 
 def test_small_pages_are_told_for_all_hosts_at_once() -> None:
     ranks = [rank(number, host=f"n{number}", huge_pages="never") for number in range(1, 4)]
-    (text,) = placement_advice(ranks, [FOUR] * 3)
+    text = only(placement_advice(ranks, [FOUR] * 3))
     assert "off (never) on n1 and 2 more" in text
 
 
@@ -147,6 +147,11 @@ def test_late_threads_get_the_cores_that_are_left() -> None:
     assert rank(1, pin_cores=(0, 2)).spare_cores == (1, 3)
     assert rank(1, pin_cores=(0, 1, 2, 3)).spare_cores == (0, 1, 2, 3)
     assert rank(1).spare_cores == (0, 1, 2, 3)
+
+
+def only(advice) -> str:
+    (one,) = advice
+    return str(one)
 
 
 class GatheringWorld:

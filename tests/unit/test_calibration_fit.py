@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastdecode_hpc.bench.rank_speeds import fit_link
 from fastdecode_hpc.bench.schedule_figures import Window
 from fastdecode_hpc.calibrate.fit import (
     PromptPoint,
     fit_curve,
-    fit_link,
     fit_prompts,
     fit_rates,
     nonnegative_fit,

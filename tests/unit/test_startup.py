@@ -64,7 +64,7 @@ def with_rank(number: int, **changes: str) -> list[Hello]:
 
 def test_all_ranks_have_one_program_and_one_library() -> None:
     check_alike(with_rank(4))
-    with pytest.raises(ConfigError, match=r"ranks 2-3 \(n2, n3\) have 0\.0\.9; install one version"):
+    with pytest.raises(ConfigError, match=r"ranks 2-3 \(n2, n3\) have 0\.0\.9\. Install one version"):
         check_alike(with_rank(2, version="0.0.9"))
-    with pytest.raises(ConfigError, match=r"the MPI library .* rank 0 on n0 has MPICH 5, rank 3 \(n3\) has Open MPI;"):
+    with pytest.raises(ConfigError, match=r"the MPI library .* on n0 has MPICH 5, rank 3 \(n3\) has Open MPI\. Use"):
         check_alike(with_rank(3, library="Open MPI"))

@@ -107,8 +107,9 @@ def _check_enough(args: argparse.Namespace) -> None:
 
 
 def _run_rank(args: argparse.Namespace, run: RunConfig, world: World | None) -> int:
+    from fastdecode_hpc.bench.rank_speeds import measure_messages, measure_reading
     from fastdecode_hpc.bench.schedule_session import ScheduleSession
-    from fastdecode_hpc.calibrate.measure import Calibration, measure_messages, measure_reading
+    from fastdecode_hpc.calibrate.measure import Calibration
     from fastdecode_hpc.planner.profile import save_profile
 
     session = ScheduleSession(world)

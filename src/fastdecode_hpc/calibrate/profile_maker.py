@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from fastdecode_hpc.calibrate.fit import fit_curve, fit_link, fit_prompts, fit_rates, fit_worker_curve
+from fastdecode_hpc.bench.rank_speeds import fit_link
+from fastdecode_hpc.calibrate.fit import fit_curve, fit_prompts, fit_rates, fit_worker_curve
 from fastdecode_hpc.calibrate.measure import Measured
 from fastdecode_hpc.config import ModelConfig, RunConfig
 from fastdecode_hpc.planner.profile import (
