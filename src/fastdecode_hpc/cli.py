@@ -18,7 +18,7 @@ from fastdecode_hpc.config import ConfigError, RunConfig
 from fastdecode_hpc.doctor import command as doctor_command
 from fastdecode_hpc.files import OutputError
 from fastdecode_hpc.host import process_age
-from fastdecode_hpc.launch import announce, detect, launch, speaks
+from fastdecode_hpc.launch import announce, detect, final_code, launch, speaks
 from fastdecode_hpc.options import add_run_options, add_sampling_options, duration, run_config, sampling
 from fastdecode_hpc.planner import command as planner_command
 from fastdecode_hpc.report import command as report_command
@@ -37,7 +37,7 @@ class _Parser(argparse.ArgumentParser):
         if speaks():
             self.print_usage(sys.stderr)
             print(f"fastdecode: {message}", file=sys.stderr)
-        raise SystemExit(2)
+        raise SystemExit(final_code(2))
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -112,7 +112,7 @@ def run_command(argv: Sequence[str]) -> int:
     except ConfigError as error:
         if speaks():
             print(f"fastdecode: {error}", file=sys.stderr)
-        return 2
+        return final_code(2)
 
 
 def run_validate(args: argparse.Namespace, argv: Sequence[str]) -> int:

@@ -20,7 +20,7 @@ from fastdecode_hpc import host, startup
 from fastdecode_hpc.config import ConfigError, RunConfig, parse_kv_dtype
 from fastdecode_hpc.files import OutputError
 from fastdecode_hpc.intake import noise_of
-from fastdecode_hpc.launch import check_alone, check_process_manager, detect, speaks
+from fastdecode_hpc.launch import check_alone, check_process_manager, detect, final_code, speaks
 from fastdecode_hpc.log import set_up_logging
 from fastdecode_hpc.model_files import resolve_model
 from fastdecode_hpc.results import Completion, Hooks, RunStats
@@ -86,9 +86,10 @@ def run_as_rank(run: RunConfig, work: Callable[[World | None], int]) -> int:
         code = 1
     except Dismissed as end:
         code = end.code
-    if world is not None:
-        world.finalize()
-    return code
+    if world is None:
+        return code
+    world.finalize()
+    return final_code(code, world.size)
 
 
 class Engine:

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 from fastdecode_hpc.config import ConfigError
-from fastdecode_hpc.mpiexec import OPTIONS, environment, find_library, find_mpiexec, understands_pmix
+from fastdecode_hpc.mpiexec import OPTIONS, environment, find_library, find_mpiexec, short_name, understands_pmix
 from fastdecode_hpc.signals import STOP_SIGNALS, Process
 
 LAUNCHED = "FASTDECODE_LAUNCHED"  # in a rank that `launch` started: the folder it shares with the launcher
@@ -35,6 +35,7 @@ SCHEDULERS = {
     "FLUX_JOB_ID": "Flux",
     "PE_HOSTFILE": "Grid Engine",
 }
+LEAVE_S = 1.0
 FIRST_RESERVED_STEP = 0xFFFFFFF0  # step ids from here on are Slurm's own: interactive, batch, extern
 
 
@@ -148,7 +149,7 @@ def check_world(launches: Sequence[Launch], world_size: int, library: str) -> No
 def _mismatch(launch: Launch, world_size: int, library: str) -> str:
     starter = "srun" if launch.kind == "srun" else "mpiexec"
     alone = ": each process runs alone" if world_size == 1 else ""
-    name = " ".join(library.split())  # MPICH pads its version
+    name = short_name(library)
     text = f"{starter} started {launch.size} processes, but {name} sees a world of {world_size}{alone}. "
     if launch.kind == "srun":
         plugin = "pmix" if "open mpi" in library.lower() else "pmi2"
@@ -175,7 +176,7 @@ def check_process_manager(launch: Launch, library: str, env: Mapping[str, str] =
     offered = process_manager(env)
     if launch.kind == "srun" and (launch.size or 1) > 1 and offered == "pmix" and not understands_pmix(library):
         raise ConfigError(
-            f"srun --mpi=pmix started {launch.size} processes, but {' '.join(library.splitlines()[0].split())} was "
+            f"srun --mpi=pmix started {launch.size} processes, but {short_name(library)} was "
             "built without PMIx and cannot start. Use srun --mpi=pmi2 (srun --mpi=list shows what there is)"
         )
 
@@ -217,6 +218,26 @@ def batch_scheduler(env: Mapping[str, str] = os.environ) -> str:
 def speaks() -> bool:
     """Whether this process says what all processes of its job would say."""
     return (detect().rank or 0) == 0
+
+
+def final_code(code: int, world_size: int = 0) -> int:
+    """The exit code of this process, where its launcher started more processes than can tell each other when to leave.
+
+    Launchers end all processes when one of them fails: a message that only the first one says would be lost. So the
+    others leave with 0, and the first one gives them time to.
+
+    Parameters
+    ----------
+    world_size : int
+        Of MPI's world; 0 before it has started.
+    """
+    size = detect().size or 1
+    if code == 0 or size == 1 or size == world_size:
+        return code
+    if not speaks():
+        return 0
+    time.sleep(LEAVE_S)
+    return code
 
 
 def launch(ranks: int, argv: Sequence[str], *, module: str = "fastdecode_hpc") -> int:

@@ -91,6 +91,12 @@ def start_alone(limit_s: float = ANSWER_S) -> tuple[str, str]:
     return words[-1], ""
 
 
+def short_name(description: str) -> str:
+    """Name and version out of what a library says about itself."""
+    line = description.splitlines()[0].partition(",")[0] if description else ""  # Open MPI tells its builder after it
+    return " ".join(line.split())  # MPICH pads its version
+
+
 def understands_pmix(description: str) -> bool:
     """False for a library that says how it was configured, and not for PMIx; MPICH tells, the others don't."""
     configured = re.search(r"^MPICH configure:(.*)$", description, re.MULTILINE)

@@ -19,9 +19,10 @@ from fastdecode_hpc.launch import (
     check_process_manager,
     check_world,
     detect,
+    final_code,
     process_manager,
 )
-from fastdecode_hpc.mpiexec import Library, environment, find_library, find_mpiexec
+from fastdecode_hpc.mpiexec import Library, environment, find_library, find_mpiexec, short_name
 from fastdecode_hpc.signals import StopRequest
 
 MPICH, OPEN_MPI = "MPICH Version:      5.0.2", "Open MPI v5.0.11"
@@ -293,3 +294,28 @@ def test_the_batch_scheduler_is_known_by_its_job():
     assert batch_scheduler({"SLURM_JOB_ID": "7"}) == "Slurm"
     assert batch_scheduler({"PBS_JOBID": "7.host"}) == "PBS"
     assert batch_scheduler({"SLURM_CONF": "/etc/slurm.conf"}) == ""
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "code", "expected"),
+    [
+        (0, 0, 2, (2, True)),  # before MPI has started: the message must be out before anybody is ended
+        (1, 0, 2, (0, False)),
+        (0, 1, 2, (2, True)),  # one of N worlds of one rank
+        (2, 1, 2, (0, False)),
+        (0, 3, 2, (2, False)),  # ranks of one world leave together
+        (1, 3, 1, (1, False)),
+        (0, 0, 0, (0, False)),
+    ],
+)
+def test_who_cannot_tell_the_others_lets_them_leave_first(monkeypatch, rank, world_size, code, expected):
+    slept = []
+    monkeypatch.setattr("fastdecode_hpc.launch.detect", lambda: Launch("srun", rank, 3))
+    monkeypatch.setattr("fastdecode_hpc.launch.time.sleep", slept.append)
+    assert (final_code(code, world_size), bool(slept)) == expected
+
+
+def test_the_name_of_a_library_is_short():
+    assert short_name(f"{MPICH}\nMPICH Device: ch4") == "MPICH Version: 5.0.2"
+    assert short_name(f"{OPEN_MPI}, package: Open MPI user@host Distribution, ident: 5.0.11") == "Open MPI v5.0.11"
+    assert short_name("") == ""

@@ -11,6 +11,7 @@ from fastdecode_hpc.config import ConfigError
 from fastdecode_hpc.doctor.facts import Facts
 from fastdecode_hpc.host import format_bytes, format_cores
 from fastdecode_hpc.launch import check_alone, check_world
+from fastdecode_hpc.mpiexec import short_name
 from fastdecode_hpc.setup import ISAS_BEST_FIRST, best_isa
 
 OK, WARNING, PROBLEM = "ok", "warning", "problem"
@@ -60,7 +61,7 @@ def mpi_library(facts: Facts) -> Finding | None:
         return None
     if not facts.mpi.library:
         return Finding("MPI library", PROBLEM, "; ".join(facts.mpi.errors))
-    return Finding("MPI library", OK, f"{' '.join(facts.mpi.library.split())} ({facts.mpi.path or 'path unknown'})")
+    return Finding("MPI library", OK, f"{short_name(facts.mpi.library)} ({facts.mpi.path or 'path unknown'})")
 
 
 def launcher(facts: Facts) -> Finding | None:
@@ -175,7 +176,7 @@ def openmp(facts: Facts) -> Finding:
 def cores(facts: Facts) -> Finding:
     """The affinity mask, and what it holds."""
     here = facts.hello.host
-    threads = f", {facts.hello.threads} threads asked for" if facts.hello.threads else ""
+    threads = f", threads asked for: {facts.hello.threads}" if facts.hello.threads else ""
     physical = here.num_physical_cores
     smt = f" of {physical} physical ones" if physical < len(here.cores) else ""
     text = f"{len(here.cores)} ({format_cores(here.cores)}){smt}{threads}"

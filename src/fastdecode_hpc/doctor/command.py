@@ -65,6 +65,8 @@ def _examine(args: argparse.Namespace, world: World | None) -> int:
     from fastdecode_hpc.doctor.compare import compare, examine_all, judge_speeds, speeds_of
     from fastdecode_hpc.doctor.facts import look, read_thread_cores
 
+    if world is not None and world.size != detect().size and not speaks():
+        return 0  # of N worlds of one rank the first one tells
     mine = look(world, threads=args.threads, with_mpi=not args.no_mpi, folder=args.folder)
     everyone = [mine] if world is None else world.gather(mine, "what it has")
     places = _agree(world, everyone)
@@ -72,7 +74,7 @@ def _examine(args: argparse.Namespace, world: World | None) -> int:
     cores = read_thread_cores(place.threads) if mine.holds_kv else ()
     all_cores = [cores] if world is None else world.gather(cores, "cores of its threads")
     reading, links = ({}, {}) if args.quick else _measure(world, mine, places)
-    if everyone is None or all_cores is None or not speaks():
+    if everyone is None or all_cores is None:
         return 0
     speeds = speeds_of(everyone, reading, links)
     findings = [
