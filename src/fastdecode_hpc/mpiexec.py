@@ -30,6 +30,7 @@ MPI.Finalize()
 """
 
 ANSWER_S = 300.0  # a first import from a cold parallel file system takes long
+START_S = 60.0  # of MPI in one process; on login nodes it may hang
 
 # options that keep all ranks on this node, whatever batch system surrounds it
 OPTIONS = {
@@ -79,7 +80,7 @@ def find_library() -> Library:
     return Library(description.splitlines()[0].strip("\0"), Path(paths[0]), description)
 
 
-def start_alone(limit_s: float = ANSWER_S) -> tuple[str, str]:
+def start_alone(limit_s: float = START_S) -> tuple[str, str]:
     """Start MPI in a process of its own, as a job of one rank: the thread level it gives, or why that fails."""
     try:
         probe = _ask([sys.executable, "-c", START_PROBE], _own_environment(), limit_s)

@@ -66,6 +66,8 @@ def test_ranks_are_compared_and_measured(tmp_path: Path) -> None:
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     assert fastdecode("doctor", "--no-mpi", "--ranks", "2").returncode == 2
+    done = fastdecode("doctor", "--no-mpi", "--quick", "--folder", "/proc")
+    assert (done.returncode, "nothing can be written in /proc" in done.stdout) == (2, True)
     done = fastdecode("doctor", "--folder", tmp_path / "none")
     assert done.returncode == 2
     assert "is no folder" in done.stderr

@@ -22,7 +22,8 @@ def test_every_script_finishes_the_demo_and_gives_the_texts_of_one_process(submi
         job = submit(script, *options, output=f"{script}.jsonl", fastdecode_options=OPTIONS)
         assert job.wait() == 0, job.log
         assert read_texts(tmp_path / f"{script}.jsonl") == answers(*SHORT)
-        with h5py.File(tmp_path / f"{script}.jsonl.h5") as report:
+        (path,) = tmp_path.glob(f"{script}.jsonl.{job.number}*.h5")
+        with h5py.File(path) as report:
             assert len(json.loads(report.attrs["ranks"])) == 3
             assert json.loads(report.attrs["slurm"])["SLURM_JOB_ID"] == job.number
 
@@ -54,6 +55,8 @@ def test_a_stopped_job_is_queued_again_and_ends_as_if_it_had_run_through(submit,
     assert job.wait(240) == 0, job.log
     assert read_texts(tmp_path / "out.jsonl") == answers(*LONG)
     assert "SIGUSR1" in job.log
+    reports = sorted(path.name for path in tmp_path.glob("*.h5"))
+    assert reports == [f"out.jsonl.{job.number}-{turn}.h5" for turn in range(2)]
 
 
 def test_a_job_ends_in_order_before_its_time_is_over(submit, tmp_path) -> None:

@@ -26,7 +26,7 @@ def facts(rank: int = 0, **changes) -> Facts:
         hello=told, launch=Launch("none"), python="3.11.7", executable="/v/bin/python", mpi=MPICH, slurm=Slurm(),
         isa="avx2", openmp=("/usr/lib/libgomp.so.1",), huge_share=1.0, memory_limits={"the host": 99 * GIB},
         memlock_bytes=-1, has_fast_network=True, shm_bytes=GIB, can_read_peers=True, gpu=Gpu(torch="2.9"),
-        folder="/out", lock_error="",
+        folder="/out", write_error="", lock_error="",
     )  # fmt: skip
     return dataclasses.replace(well, **changes)
 
@@ -76,6 +76,7 @@ FAULTS = {
     "no reading of peers": ("single copy", WARNING, "process_vm_readv", "OMPI_MCA_smsc=^cma",
                             {"can_read_peers": False}),
     "no torch": ("GPU", PROBLEM, "No module named", "Install torch", {"gpu": Gpu(error="No module named 'torch'")}),
+    "no output": ("output folder", PROBLEM, "written in /out: Read-only", "--folder", {"write_error": "Read-only"}),
     "no locks": ("output folder", WARNING, "cannot be locked: errno = 11", "HDF5_USE_FILE_LOCKING=FALSE",
                  {"lock_error": "errno = 11"}),
 }  # fmt: skip

@@ -205,7 +205,8 @@ def huge_pages(facts: Facts) -> Finding | None:
     share, mode = facts.huge_share, facts.hello.host.huge_pages
     if share is None:
         return None
-    text = f"{mode or 'no'} mode, {share:.0%} of memory touched for a try lay on huge pages"
+    told = f"{mode} mode" if mode else "the kernel has none"
+    text = f"{told}, {share:.0%} of memory touched for a try lay on huge pages"
     if share >= HUGE_SHARE:
         return Finding("huge pages", OK, text)
     if mode in ("never", ""):
@@ -278,9 +279,12 @@ def gpu(facts: Facts) -> Finding | None:
 
 
 def locking(facts: Facts) -> Finding | None:
-    """Whether reports can be locked in the output folder."""
-    if facts.lock_error is None:
+    """Whether reports can be written and locked in the output folder."""
+    if facts.write_error is None:
         return None
+    if facts.write_error:
+        text = f"nothing can be written in {Path(facts.folder).absolute()}: {facts.write_error}"
+        return Finding("output folder", PROBLEM, text, "Name another one with --folder, and for the output")
     name = f"HDF5 files in {Path(facts.folder).absolute()}"
     if facts.lock_error:
         return Finding(

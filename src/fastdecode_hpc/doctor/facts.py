@@ -80,8 +80,9 @@ class Facts:
         None where the rank has no use for one, or torch was not to be loaded.
     huge_share : float or None
         Of memory touched for a try; None where no KV will be held, or the kernel doesn't tell.
-    lock_error : str or None
-        Why HDF5 can't lock files in the output folder; empty where it can; None where it was not tried.
+    write_error, lock_error : str or None
+        Why nothing can be written in the output folder, or HDF5 can't lock files there; empty where it can; None where
+        it was not tried.
     memlock_bytes : int
         That may be locked, as fast networks and pinned memory do; -1: no limit.
     can_read_peers : bool
@@ -104,6 +105,7 @@ class Facts:
     can_read_peers: bool
     gpu: Gpu | None
     folder: str
+    write_error: str | None
     lock_error: str | None
 
     @property
@@ -134,6 +136,7 @@ def look(world: World | None, *, threads: int | None, with_mpi: bool, folder: Pa
     launched = detect()
     is_first = world is None or world.is_s_rank
     hello = say_hello(threads, world, launched, _isas)
+    write_error, lock_error = _try_folder(folder) if is_first else (None, None)
     gpu = _look_at_gpu() if is_first and with_mpi else None
     return Facts(
         hello=hello,
@@ -152,7 +155,8 @@ def look(world: World | None, *, threads: int | None, with_mpi: bool, folder: Pa
         can_read_peers=host.can_read_peers(),
         gpu=gpu,
         folder=str(folder),
-        lock_error=_try_locks(folder) if is_first else None,
+        write_error=write_error,
+        lock_error=lock_error,
     )
 
 
@@ -215,8 +219,8 @@ def _running_mpi(world: World) -> Mpi:
 
 def look_at_slurm(launched: Launch, env: Mapping[str, str] = os.environ) -> Slurm:
     """How Slurm would start MPI programs, or has started this one."""
-    if step := process_manager(env):
-        return Slurm(in_step=step)
+    if launched.kind == "srun":
+        return Slurm(in_step=process_manager(env))
     if launched.kind != "none" or shutil.which("srun") is None:
         return Slurm()
     tasks = env.get("SLURM_NTASKS", "")
@@ -266,7 +270,11 @@ def _free_bytes(folder: Path) -> int:
         return 0
 
 
-def _try_locks(folder: Path) -> str:
+def _try_folder(folder: Path) -> tuple[str, str | None]:
+    """Why nothing can be written there, and why files can't be locked."""
     from fastdecode_hpc.report.locking import try_locks
 
-    return try_locks(folder)
+    try:
+        return "", try_locks(folder)
+    except OSError as error:
+        return error.strerror or str(error), None
