@@ -15,7 +15,7 @@ export SLURM_CONF=$dir/slurm.conf
 
 say() { echo "slurm_up: $*"; }
 fail() { echo "slurm_up: $*" >&2; exit 2; }
-alive() { [ -s "$1" ] && kill -0 "$(cat "$1")" 2>/dev/null; }
+alive() { local pid; pid=$(cat "$1" 2>/dev/null) && [ -n "$pid" ] && kill -0 "$pid" 2>/dev/null; }
 
 stop() {
   local file left

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -54,10 +55,24 @@ class Job:
             assert time.monotonic() < end, f"{limit_s} s are over\n{self.show()}\n{self.log[-4000:]}"
             time.sleep(POLL_S)
 
-    def start_now(self) -> None:
-        """Slurm lets a job that was queued again wait for two minutes."""
+    def start_again(self) -> None:
+        """Start a job that was queued again now, and not in two minutes.
+
+        Slurm waits that long so that the daemons of the turn before are gone, which is waited for here: they would
+        remove the sockets of the next turn, whose steps have the same numbers.
+        """
+        self.wait_for(lambda: self.field("JobState") in ("PENDING", "RUNNING"))
+        self.wait_for(lambda: self.field("JobState") == "RUNNING" or not self._has_daemons())
         if self.field("JobState") == "PENDING":
             run("scontrol", "update", f"JobId={self.number}", "StartTime=now")
+
+    def _has_daemons(self) -> bool:
+        name = f"slurmstepd: [{self.number}.".encode()
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                if path.read_bytes().startswith(name):
+                    return True
+        return False
 
     def signal(self, name: str) -> None:
         """As a user would: to the steps, not to the batch shell."""

@@ -88,7 +88,7 @@ def visible_gpus(env: Mapping[str, str] = os.environ, devices: Path = Path("/dev
 def asked_threads(flag: int | None, here: HostInfo, env: Mapping[str, str] = os.environ) -> int | None:
     """Threads that the user asked for: the flag, else OMP_NUM_THREADS, else SLURM_CPUS_PER_TASK, else None.
 
-    Slurm's CPUs are hardware threads where the rank has those: then a physical core counts once.
+    Slurm's CPUs may be hardware threads: no more of them count than the rank has physical cores.
 
     Raises
     ------
@@ -100,7 +100,8 @@ def asked_threads(flag: int | None, here: HostInfo, env: Mapping[str, str] = os.
     if threads := _count_in(env, "OMP_NUM_THREADS"):
         return threads
     if cpus := _count_in(env, "SLURM_CPUS_PER_TASK"):
-        return max(1, cpus * here.num_physical_cores // len(here.cores))
+        # More than the mask has: srun was started without --cpus-per-task, which is to be seen.
+        return cpus if cpus > len(here.cores) else min(cpus, here.num_physical_cores)
     return None
 
 

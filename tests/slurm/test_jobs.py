@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import h5py
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from slurm_jobs import ROOT, SMALL, read_texts, write_prompts
 
 OPTIONS = " ".join(SMALL)
-SHORT, LONG = (12, 12), (24, 160)  # prompts, tokens each
+SHORT, LONG = (12, 12), (24, 100)  # prompts, tokens each
 ONE_A_NODE = ("--nodes=3", "--ntasks-per-node=1", "--cpus-per-task=1")
 PLACES = {"single_node": ("--cpus-per-task=1",), "homogeneous": ONE_A_NODE, "requeue": ONE_A_NODE}
 
@@ -28,13 +29,23 @@ def test_every_script_finishes_the_demo_and_gives_the_texts_of_one_process(submi
             assert json.loads(report.attrs["slurm"])["SLURM_JOB_ID"] == job.number
 
 
+def changed(script: str, folder: Path, *changes: tuple[str, str]) -> str:
+    """A copy of a script, with what can't be given from outside replaced."""
+    text = (ROOT / "slurm" / f"{script}.sbatch").read_text()
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    path = folder / f"{script}.sbatch"
+    path.write_text(text)
+    return str(path)
+
+
 def test_components_of_a_heterogeneous_job_are_one_world(submit, tmp_path, answers) -> None:
-    """Its script with four CPUs a node: options of components can't be given from outside."""
     write_prompts(tmp_path / "prompts.jsonl", *SHORT)
-    text = (ROOT / "slurm" / "gpu_plus_cpu_nodes.sbatch").read_text()
-    text = text.replace("--cpus-per-task=16", "--cpus-per-task=1").replace("--cpus-per-task=32", "--cpus-per-task=1")
-    (tmp_path / "job.sbatch").write_text(text.replace("--ntasks-per-node=2", "--ntasks-per-node=1"))
-    job = submit("", str(tmp_path / "job.sbatch"), output="out.jsonl", fastdecode_options=OPTIONS)
+    small = [("--cpus-per-task=16", "--cpus-per-task=1"), ("--cpus-per-task=32", "--cpus-per-task=1"),
+             ("--ntasks-per-node=2", "--ntasks-per-node=1")]  # fmt: skip
+    script = changed("gpu_plus_cpu_nodes", tmp_path, *small)
+    job = submit("", script, output="out.jsonl", fastdecode_options=OPTIONS)
     assert job.wait() == 0, job.log
     assert read_texts(tmp_path / "out.jsonl") == answers(*SHORT)
     assert job.log.count("R-worker") == 2
@@ -45,13 +56,13 @@ def test_a_stopped_job_is_queued_again_and_ends_as_if_it_had_run_through(submit,
     job = submit("requeue", *ONE_A_NODE, output="out.jsonl", fastdecode_options=OPTIONS)
     status = tmp_path / "out.jsonl.status.json"
     job.wait_for(lambda: status.exists() and json.loads(status.read_text())["state"] == "running")
+    job.wait_for(lambda: "requests," in job.log)  # it has begun some
     job.signal("USR1")
     job.wait_for(lambda: job.field("Restarts") == "1")
     first = json.loads(status.read_text())
     assert (first["state"], first["exit_code"]) == ("stopped early, resumable", 75)
     assert first["remaining_requests"] > 0
-    job.wait_for(lambda: job.field("JobState") in ("PENDING", "RUNNING"))
-    job.start_now()
+    job.start_again()
     assert job.wait(240) == 0, job.log
     assert read_texts(tmp_path / "out.jsonl") == answers(*LONG)
     assert "SIGUSR1" in job.log
@@ -73,8 +84,8 @@ def test_a_job_ends_in_order_before_its_time_is_over(submit, tmp_path) -> None:
 def test_a_job_that_reaches_its_limit_without_a_warning_is_resumable_too(submit, tmp_path) -> None:
     """Slurm sends TERM, and KILL KillWait seconds later."""
     write_prompts(tmp_path / "prompts.jsonl", 64, 2000)
-    job = submit("single_node", "--cpus-per-task=1", "--time=1", "--signal=USR1@0",
-                 output="out.jsonl", fastdecode_options=OPTIONS)  # fmt: skip
+    script = changed("single_node", tmp_path, ("#SBATCH --signal=USR1@120\n", ""))
+    job = submit("", "--cpus-per-task=1", "--time=1", script, output="out.jsonl", fastdecode_options=OPTIONS)
     job.wait(180)
     assert job.field("JobState") == "TIMEOUT"
     status = json.loads((tmp_path / "out.jsonl.status.json").read_text())

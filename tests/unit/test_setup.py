@@ -169,7 +169,9 @@ def test_hardware_threads_of_one_core_count_once() -> None:
     assert [rank.threads for rank in decide([own, dataclasses.replace(wide, rank=1)]).ranks] == [4, 4]
     assert decide([own, with_two_threads_a_core(hello(1, name="n1", cores=range(8)))]).ranks[1].threads == 4
     assert host.asked_threads(None, own.host, {"SLURM_CPUS_PER_TASK": "16"}) == 8
+    assert host.asked_threads(None, own.host, {"SLURM_CPUS_PER_TASK": "8"}) == 8  # --hint=nomultithread
     assert host.asked_threads(None, own.host, {"SLURM_CPUS_PER_TASK": "1"}) == 1
+    assert host.asked_threads(None, own.host, {"SLURM_CPUS_PER_TASK": "32"}) == 32  # and is told as a fault
     assert host.asked_threads(None, own.host, {"OMP_NUM_THREADS": "16"}) == 16
     assert host.asked_threads(16, own.host, {}) == 16
 
