@@ -21,7 +21,7 @@ section "lint"
 PATH=$PWD/.venv/bin:$PATH cython-lint cython/*.pyx
 
 section "unit, kernels, whole runs, faults (the last two start their own ranks on MPICH)"
-.venv/bin/python -m pytest tests --ignore=tests/mpi --ignore=tests/slurm --quiet "${slow[@]}"
+.venv/bin/python -m pytest tests --ignore=tests/mpi --quiet "${slow[@]}"
 
 # Every rank prints a report of its own; the first failure on any rank ends the job.
 mpi_tests() {

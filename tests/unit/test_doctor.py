@@ -92,9 +92,8 @@ def test_a_fault_is_told_with_its_way_out(check: str, verdict: str, text: str, f
 
 def test_what_is_not_there_is_not_judged() -> None:
     """No MPI asked for, no kernels on this rank, no fast network, no torch."""
-    bare = facts(
-        mpi=None, gpu=None, huge_share=None, has_fast_network=False, memlock_bytes=0, lock_error=None, shm_bytes=0
-    )
+    without = {"mpi": None, "gpu": None, "huge_share": None, "write_error": None, "lock_error": None}
+    bare = facts(**without, has_fast_network=False, memlock_bytes=0, shm_bytes=0)
     bare = dataclasses.replace(bare, hello=dataclasses.replace(bare.hello, isas=()))
     assert [one.check for one in examine(bare)] == ["program", "OpenMP", "cores", "NUMA", "memory"]
 

@@ -76,7 +76,8 @@ def launcher(facts: Facts) -> Finding | None:
     except ConfigError as error:
         return Finding("launcher", PROBLEM, str(error))
     if launched.kind != "none":
-        text = f"{launched.kind} started {launched.size} processes, and MPI sees {mpi.world_size or 1}"
+        many = "es" if launched.size != 1 else ""
+        text = f"{launched.kind} started {launched.size} process{many}, and MPI sees {mpi.world_size or 1}"
         return Finding("launcher", OK, text)
     if not mpi.mpiexec:
         return Finding("launcher", WARNING, mpi.errors[0] if mpi.errors else "there is no mpiexec of this library")
