@@ -19,6 +19,9 @@ alive() { local pid; pid=$(cat "$1" 2>/dev/null) && [ -n "$pid" ] && kill -0 "$p
 
 stop() {
   local file left
+  if [ ! -e "$SLURM_CONF" ] && [ -n "$(ls -A "$dir" 2>/dev/null)" ]; then
+    fail "$dir has files that are not a Slurm's of this script; name another folder by FASTDECODE_SLURM_DIR"
+  fi
   for file in "$dir"/slurmd.*.pid "$dir"/slurmctld.pid "$dir"/munged.pid; do
     if alive "$file"; then kill "$(cat "$file")" || true; fi
   done
