@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # From a fresh machine to every test: lint, unit, kernels, whole runs, MPI on MPICH and once on Open MPI.
 #   scripts/test.sh          the usual counts
-#   scripts/test.sh --all    the long counts as well
+#   scripts/test.sh --slurm  and the batch scripts under a real Slurm that it starts, as root (scripts/slurm_test.sh)
+#   scripts/test.sh --all    the long counts as well, and Slurm
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh test
@@ -39,6 +40,14 @@ section "MPI tests, 3 ranks, Open MPI"
 mpi_tests .venv-openmpi/bin/python .venv-openmpi/bin/mpiexec --oversubscribe --bind-to none -n 3
 section "whole runs and faults, Open MPI"
 .venv-openmpi/bin/python -m pytest tests/integration/test_identity.py tests/faults -k "not mistral and not (test_resume and (budget or killed))" --quiet -p no:cacheprovider "${slow[@]}"
+if [ "${1:-}" = --all ] || [ "${1:-}" = --slurm ]; then
+  section "batch scripts under Slurm"
+  if [ "$(id -u)" = 0 ] && { command -v slurmctld >/dev/null || command -v apt-get >/dev/null; }; then
+    scripts/slurm_test.sh --install -m "${slow[1]:-}"
+  else
+    echo "Slurm's daemons need root and, where they are missing, apt-get: left out"
+  fi
+fi
 if [ "${1:-}" = --all ]; then
   section "fuzzing, 20 s a target"
   # No part of the usual set-up: its wheel is large, and not there for every platform.

@@ -2,17 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from fastdecode_hpc.affinity import Cores, num_usable_cores
-from fastdecode_hpc.host import format_bytes, format_cores
-from fastdecode_hpc.setup import RankSetup
+from fastdecode_hpc.host import format_bytes, format_cores, format_ranks
+from fastdecode_hpc.setup import Hello, Place, RankSetup
+
+HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
+
+
+class Advice(NamedTuple):
+    """One kind of mistake: the numbers, and what mends it; each a sentence without its full stop."""
+
+    fault: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.fault}. {self.fix}"
+
 
 ThreadCores = tuple[Cores, ...]  # of one rank: the cores that each of its kernels' threads may run on
 
 
-def placement_advice(ranks: Sequence[RankSetup], thread_cores: Sequence[ThreadCores]) -> list[str]:
-    """What is wrong with the placement, a sentence for each kind of mistake, whatever the number of ranks.
+def placement_faults(places: Sequence[Place], *, wants_gpu: bool = False) -> list[Advice]:
+    """What is wrong with the places that the ranks were started at, a sentence for each kind of mistake.
+
+    Under a batch scheduler a job with any of them is refused: it would waste what was booked.
+
+    Parameters
+    ----------
+    places : sequence of Place
+    wants_gpu : bool
+        Whether the S-Part goes to a GPU where there is one.
+    """
+    return [
+        *_spanning([place for place in places if place.role == "R-worker" and len(place.numa_nodes) > 1]),
+        *_too_few_cores([place for place in places if len(place.cores) < place.threads]),
+        *_same_cores(places),
+        *(_gpu_elsewhere(places) if wants_gpu else []),
+    ]
+
+
+def placement_advice(ranks: Sequence[RankSetup], thread_cores: Sequence[ThreadCores]) -> list[Advice]:
+    """What else costs speed, a sentence for each kind of mistake, whatever the number of ranks.
 
     Parameters
     ----------
@@ -20,82 +53,159 @@ def placement_advice(ranks: Sequence[RankSetup], thread_cores: Sequence[ThreadCo
     thread_cores : sequence of tuple
         For each rank the cores of each thread, read back; empty for a rank without kernels.
     """
-    usable = [_num_usable(rank, cores) for rank, cores in zip(ranks, thread_cores, strict=True)]
-    crowded = [(rank, count) for rank, count in zip(ranks, usable, strict=True) if count < rank.threads]
     return [
-        *_spanning([rank for rank in ranks if rank.num_blocks and len(rank.numa_nodes) > 1]),
-        *_too_few_cores([rank for rank, _ in crowded if len(rank.cores) < rank.threads]),
-        *_bound_together([(rank, count) for rank, count in crowded if len(rank.cores) >= rank.threads]),
+        *lost_cores(ranks, thread_cores),
         *_beyond_their_nodes([rank for rank in ranks if rank.kv_bytes > (rank.numa_memory_bytes or rank.kv_bytes)]),
         *_small_pages([rank for rank in ranks if rank.num_blocks and rank.huge_pages == "never"]),
     ]
 
 
-def _num_usable(rank: RankSetup, cores: ThreadCores) -> int:
-    return num_usable_cores(cores) if cores else min(rank.threads, len(rank.cores))
-
-
-def _spanning(ranks: list[RankSetup]) -> list[str]:
-    if not ranks:
+def lost_cores(places: Sequence[Place], thread_cores: Sequence[ThreadCores]) -> list[Advice]:
+    """What is wrong where threads can use fewer cores than they were started with."""
+    usable = [
+        num_usable_cores(cores) if cores else len(place.cores)
+        for place, cores in zip(places, thread_cores, strict=True)
+    ]
+    lost = [
+        (place, count)
+        for place, count in zip(places, usable, strict=True)
+        if count < place.threads <= len(place.cores)  # others were started with too few
+    ]
+    if not lost:
         return []
-    example = f"{_where(ranks[0])}: nodes {format_cores(ranks[0].numa_nodes)}"
+    place, count = lost[0]
     return [
-        f"{_names(ranks)} may run on several NUMA nodes ({example}), so threads read KV that lies at another node. "
-        "Give each R-worker one node: srun --ntasks-per-socket=1 --cpu-bind=sockets --mem-bind=local, or "
-        "mpirun --map-by numa --bind-to numa"
+        Advice(
+            f"{_names([place for place, _ in lost])} lost cores after the start ({_where(place)}: {place.threads} "
+            f"threads can use {_cores(count)} of the {len(place.cores)} it started with)",
+            "Unset OMP_PLACES, GOMP_CPU_AFFINITY, KMP_AFFINITY and OMP_THREAD_LIMIT, or set OMP_PROC_BIND=false",
+        )
     ]
 
 
-def _too_few_cores(ranks: list[RankSetup]) -> list[str]:
-    if not ranks:
-        return []
-    rank = ranks[0]
+def unlike_ranks(hellos: Sequence[Hello]) -> list[Advice]:
+    """What ranks that work together must have alike, and haven't: program and MPI library."""
+    hosts = {hello.rank: hello.host.host for hello in hellos}
+    versions = {hello.rank: hello.version for hello in hellos}
+    libraries = {hello.rank: hello.library for hello in hellos}
     return [
-        f"{_names(ranks)} started with fewer cores than threads ({_where(rank)}: "
-        f"{rank.threads} threads, {_cores(len(rank.cores))}), so threads wait for each other. Start ranks with more "
-        "cores (srun --cpus-per-task=N, mpirun --map-by numa --bind-to numa), or lower --threads"
+        *unlike("fastdecode", versions, hosts, "Install one version everywhere"),
+        *unlike("the MPI library", libraries, hosts, "Use one environment, or MPI module, on all nodes"),
     ]
 
 
-def _bound_together(crowded: list[tuple[RankSetup, int]]) -> list[str]:
+def unlike(what: str, values: Mapping[int, str], hosts: Mapping[int, str], fix: str) -> list[Advice]:
+    """Which ranks have something else than the first one; `values` and `hosts` are by rank."""
+    first = min(values, default=0)
+    others = [rank for rank, value in sorted(values.items()) if value != values[first]]
+    if not others:
+        return []
+    where = ", ".join(sorted({hosts[rank] for rank in others})[:3])
+    found = " and ".join(sorted({" ".join(values[rank].split()) for rank in others}))
+    return [
+        Advice(
+            f"{what} is not the same on all ranks: rank {first} on {hosts[first]} has {' '.join(values[first].split())}"
+            f", {format_ranks(others)} ({where}) {'have' if others[1:] else 'has'} {found}",
+            fix,
+        )
+    ]
+
+
+def _spanning(places: list[Place]) -> list[Advice]:
+    if not places:
+        return []
+    example = f"{_where(places[0])}: nodes {format_cores(places[0].numa_nodes)}"
+    return [
+        Advice(
+            f"{_names(places)} may run on several NUMA nodes ({example}), so threads read KV that lies at another node",
+            "Give each R-worker one node: srun --cpu-bind=ldoms --mem-bind=local (where a socket is one node also "
+            "--ntasks-per-socket=1 --cpu-bind=sockets --mem-bind=local), or mpirun --map-by numa --bind-to numa",
+        )
+    ]
+
+
+def _too_few_cores(places: list[Place]) -> list[Advice]:
+    if not places:
+        return []
+    place = places[0]
+    return [
+        Advice(
+            f"{_names(places)} started with fewer cores than threads ({_where(place)}: {place.threads} threads, "
+            f"{_cores(len(place.cores))}), so threads wait for each other",
+            "Start ranks with more cores (srun --cpus-per-task=N, mpirun --map-by numa --bind-to numa), or lower "
+            "--threads",
+        )
+    ]
+
+
+def _same_cores(places: Sequence[Place]) -> list[Advice]:
+    """Ranks that have to take turns on the cores they share; a rank with too many threads for itself is told apart."""
+    crowded: dict[int, Place] = {}
+    example = ""
+    for place in places:
+        sharing = [other for other in places if other.host == place.host and set(other.cores) & set(place.cores)]
+        cores = {core for other in sharing for core in other.cores}
+        threads = sum(min(other.threads, len(other.cores)) for other in sharing)
+        if len(sharing) > 1 and threads > len(cores):
+            crowded |= {other.rank: other for other in sharing}
+            shown = format_cores(tuple(sorted(cores)))
+            example = example or f"on {place.host}: {_names(sharing)} with {threads} threads on cores {shown}"
     if not crowded:
         return []
-    rank, count = crowded[0]
     return [
-        f"{_names([rank for rank, _ in crowded])} lost cores after the start ({_where(rank)}: {rank.threads} threads "
-        f"can use {_cores(count)} of the {len(rank.cores)} it started with). Unset OMP_PLACES, GOMP_CPU_AFFINITY, "
-        "KMP_AFFINITY and OMP_THREAD_LIMIT, or set OMP_PROC_BIND=false"
+        Advice(
+            f"{format_ranks(sorted(crowded))} were started on the same cores ({example}), so they take turns",
+            "Give each rank cores of its own (srun --cpus-per-task=N --cpu-bind=cores, mpirun --map-by slot:PE=N "
+            "--bind-to core), start fewer on a node, or lower --threads",
+        )
     ]
 
 
-def _beyond_their_nodes(ranks: list[RankSetup]) -> list[str]:
+def _gpu_elsewhere(places: Sequence[Place]) -> list[Advice]:
+    first, others = places[0], [place for place in places if place.gpus]
+    if first.gpus or not others:
+        return []
+    return [
+        Advice(
+            f"rank 0 on {first.host} sees no GPU, and {_where(others[0])} sees {others[0].gpus}: the S-Part, on rank "
+            "0, would run on the CPU",
+            "Put the part with the GPU first (srun A : B, A with --gpus=1), or say --device cpu",
+        )
+    ]
+
+
+def _beyond_their_nodes(ranks: list[RankSetup]) -> list[Advice]:
     if not ranks:
         return []
     rank = ranks[0]
     return [
-        f"{_names(ranks)} may hold more KV than their NUMA nodes have free ({_where(rank)}: "
-        f"{format_bytes(rank.kv_bytes)} of KV, {format_bytes(rank.numa_memory_bytes or 0)} free on nodes "
-        f"{format_cores(rank.numa_nodes)}), so a part of it would lie at another node. Lower --kv-memory-bytes, or "
-        "leave it out"
+        Advice(
+            f"{_names(ranks)} may hold more KV than their NUMA nodes have free ({_where(rank)}: "
+            f"{format_bytes(rank.kv_bytes)} of KV, {format_bytes(rank.numa_memory_bytes or 0)} free on nodes "
+            f"{format_cores(rank.numa_nodes)}), so a part of it would lie at another node",
+            "Lower --kv-memory-bytes, or leave it out",
+        )
     ]
 
 
-def _small_pages(ranks: list[RankSetup]) -> list[str]:
+def _small_pages(ranks: list[RankSetup]) -> list[Advice]:
     if not ranks:
         return []
     hosts = sorted({rank.host for rank in ranks})
     return [
-        f"transparent huge pages are off (never) on {hosts[0]}{f' and {len(hosts) - 1} more' if hosts[1:] else ''}: "
-        "reading KV misses the TLB more often. An administrator can write madvise to "
-        "/sys/kernel/mm/transparent_hugepage/enabled"
+        Advice(
+            f"transparent huge pages are off (never) on {hosts[0]}"
+            f"{f' and {len(hosts) - 1} more' if hosts[1:] else ''}: reading KV misses the TLB more often",
+            f"An administrator can write madvise to {HUGE_PAGES}",
+        )
     ]
 
 
-def _names(ranks: list[RankSetup]) -> str:
-    return f"{'ranks' if ranks[1:] else 'rank'} {format_cores(tuple(rank.rank for rank in ranks))}"
+def _names(ranks: Sequence[Place]) -> str:
+    return format_ranks([rank.rank for rank in ranks])
 
 
-def _where(rank: RankSetup) -> str:
+def _where(rank: Place) -> str:
     return f"rank {rank.rank} on {rank.host}"
 
 

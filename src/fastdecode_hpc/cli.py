@@ -1,4 +1,4 @@
-"""The command line: ``fastdecode generate | validate | models | calibrate | plan | simulate | report | bench``.
+"""The command line: ``fastdecode generate``, ``validate``, ``models``, ``doctor`` and what else COMMAND names.
 
 Parsing, ``--help`` and ``--version`` import neither MPI nor torch.
 """
@@ -15,10 +15,11 @@ from fastdecode_hpc import __version__
 from fastdecode_hpc.bench import command as bench_command
 from fastdecode_hpc.calibrate import command as calibrate_command
 from fastdecode_hpc.config import ConfigError, RunConfig
+from fastdecode_hpc.doctor import command as doctor_command
 from fastdecode_hpc.families import table as models_command
 from fastdecode_hpc.files import OutputError
 from fastdecode_hpc.host import process_age
-from fastdecode_hpc.launch import announce, detect, launch
+from fastdecode_hpc.launch import announce, detect, final_code, launch, speaks
 from fastdecode_hpc.options import add_run_options, add_sampling_options, duration, run_config, sampling
 from fastdecode_hpc.planner import command as planner_command
 from fastdecode_hpc.report import command as report_command
@@ -34,10 +35,10 @@ class _Parser(argparse.ArgumentParser):
     """Says a usage error once, not once a rank."""
 
     def error(self, message: str) -> NoReturn:
-        if (detect().rank or 0) == 0:
+        if speaks():
             self.print_usage(sys.stderr)
             print(f"fastdecode: {message}", file=sys.stderr)
-        raise SystemExit(2)
+        raise SystemExit(final_code(2))
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -48,6 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_generate(commands)
     _add_validate(commands)
     models_command.add_arguments(commands)
+    doctor_command.add_arguments(commands)
     report_command.add_arguments(commands)
     calibrate_command.add_arguments(commands)
     planner_command.add_arguments(commands)
@@ -110,9 +112,9 @@ def run_command(argv: Sequence[str]) -> int:
         func: Callable[[argparse.Namespace, Sequence[str]], int] = args.func
         return func(args, argv)
     except ConfigError as error:
-        if (detect().rank or 0) == 0:
+        if speaks():
             print(f"fastdecode: {error}", file=sys.stderr)
-        return 2
+        return final_code(2)
 
 
 def run_validate(args: argparse.Namespace, argv: Sequence[str]) -> int:

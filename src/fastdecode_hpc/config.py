@@ -218,6 +218,11 @@ class RunConfig:
         "bind each thread of an R-worker to a core of its own; default: where the rank shares no cores with others "
         "and OpenMP has not been told how to bind",
     )
+    allow_oversubscribe: bool = _option(
+        False,
+        "run even where ranks are placed badly: on the same cores, with fewer cores than threads, over several NUMA "
+        "nodes; default: such a job is refused under a batch scheduler, and warned elsewhere",
+    )
     wait: str = _option(
         "auto",
         "how a rank waits for another: spin answers at once, sleep leaves the core to others; auto: spin where its "

@@ -20,7 +20,7 @@ from fastdecode_hpc import host, startup
 from fastdecode_hpc.config import ConfigError, RunConfig, parse_kv_dtype
 from fastdecode_hpc.files import OutputError
 from fastdecode_hpc.intake import noise_of
-from fastdecode_hpc.launch import detect
+from fastdecode_hpc.launch import check_alone, check_process_manager, detect, final_code, speaks
 from fastdecode_hpc.log import set_up_logging
 from fastdecode_hpc.model_files import resolve_model
 from fastdecode_hpc.results import Completion, Hooks, RunStats
@@ -54,6 +54,8 @@ def connect(run: RunConfig) -> World | None:
         If more than one rank is asked for outside a launcher.
     """
     launched = detect()
+    if not run.allow_oversubscribe:
+        check_alone(launched, run.ranks)
     if launched.kind == "none" and (run.ranks or 1) > 1:
         raise ConfigError(
             f"ranks is {run.ranks} but this process was not started by mpirun or srun; use "
@@ -61,8 +63,9 @@ def connect(run: RunConfig) -> World | None:
         )
     if launched.kind == "none" or launched.size == 1:
         return None
-    from fastdecode_hpc.transport.mpi import init_mpi
+    from fastdecode_hpc.transport.mpi import init_mpi, library_description
 
+    check_process_manager(launched, library_description())
     return init_mpi(run.watchdog_s)
 
 
@@ -76,16 +79,18 @@ def run_as_rank(run: RunConfig, work: Callable[[World | None], int]) -> int:
     try:
         code = work(world)
     except ConfigError as error:
-        print(f"fastdecode: {error}", file=sys.stderr)
+        if speaks():  # of N worlds of one rank, each would
+            print(f"fastdecode: {error}", file=sys.stderr)
         code = 2
     except OutputError as error:
         print(f"fastdecode: {error}", file=sys.stderr)
         code = 1
     except Dismissed as end:
         code = end.code
-    if world is not None:
-        world.finalize()
-    return code
+    if world is None:
+        return code
+    world.finalize()
+    return final_code(code, world.size)
 
 
 class Engine:

@@ -6,12 +6,13 @@ Reads the affinity mask and the cgroup, never the node's totals: a job owns a sh
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import re
 import resource
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,12 @@ class HostInfo:
     siblings: tuple[tuple[int, ...], ...] = ()  # its cores, grouped by physical core
     huge_pages: str = ""  # always | madvise | never; empty: unknown
     numa_memory_bytes: int | None = None  # that can still be taken on its NUMA nodes; None: unknown
+    gpus: int = 0  # that it may use
+
+    @property
+    def num_physical_cores(self) -> int:
+        """Hardware threads of one physical core count once."""
+        return len(self.siblings) or len(self.cores)
 
 
 def look() -> HostInfo:
@@ -56,6 +63,7 @@ def look() -> HostInfo:
         siblings=topology.core_siblings(_CORES_AT_START),
         huge_pages=topology.huge_page_mode(),
         numa_memory_bytes=topology.local_memory(nodes),
+        gpus=visible_gpus(),
     )
 
 
@@ -83,8 +91,19 @@ def keep_freed_memory() -> None:
         libc.mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
-def asked_threads(flag: int | None, env: Mapping[str, str] = os.environ) -> int | None:
+def visible_gpus(env: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> int:
+    """GPUs that this process may use, without a GPU library: NVIDIA's devices, and CUDA_VISIBLE_DEVICES."""
+    found = sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in devices.glob("nvidia*"))
+    if "CUDA_VISIBLE_DEVICES" not in env:
+        return found
+    chosen = itertools.takewhile(lambda name: name not in ("", "-1"), env["CUDA_VISIBLE_DEVICES"].split(","))
+    return min(found, len(list(chosen)))
+
+
+def asked_threads(flag: int | None, here: HostInfo, env: Mapping[str, str] = os.environ) -> int | None:
     """Threads that the user asked for: the flag, else OMP_NUM_THREADS, else SLURM_CPUS_PER_TASK, else None.
+
+    Slurm's CPUs may be hardware threads: no more of them count than the rank has physical cores.
 
     Raises
     ------
@@ -93,13 +112,22 @@ def asked_threads(flag: int | None, env: Mapping[str, str] = os.environ) -> int 
     """
     if flag is not None:
         return flag
-    for name in ("OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK"):
-        if value := env.get(name, ""):
-            first = value.split(",")[0]  # OMP allows a list, one entry a nesting level
-            if not first.isdigit() or int(first) < 1:
-                raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least 1")
-            return int(first)
+    if threads := _count_in(env, "OMP_NUM_THREADS"):
+        return threads
+    if cpus := _count_in(env, "SLURM_CPUS_PER_TASK"):
+        # More than the mask has: srun was started without --cpus-per-task, which is to be seen.
+        return cpus if cpus > len(here.cores) else min(cpus, here.num_physical_cores)
     return None
+
+
+def _count_in(env: Mapping[str, str], name: str) -> int | None:
+    value = env.get(name, "")
+    if not value:
+        return None
+    first = value.split(",")[0]  # OMP allows a list, one entry a nesting level
+    if not first.isdigit() or int(first) < 1:
+        raise ConfigError(f"{name} is {value!r}; it must be a whole number of at least 1")
+    return int(first)
 
 
 def format_cores(cores: tuple[int, ...]) -> str:
@@ -111,6 +139,11 @@ def format_cores(cores: tuple[int, ...]) -> str:
         else:
             spans.append([core, core])
     return ",".join(f"{a}" if a == b else f"{a}-{b}" for a, b in spans)
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Ranks in words: ``rank 3``, ``ranks 0-2``."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {format_cores(tuple(ranks))}"
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -136,10 +169,27 @@ def parse_bytes(text: str) -> int:
 
 def available_memory(env: Mapping[str, str] = os.environ) -> int:
     """Bytes this process and its fellows of the same job may still take on this host."""
-    limits = [_mem_available(), *_cgroup_rooms()]
+    return min(memory_limits(env).values())
+
+
+def memory_limits(env: Mapping[str, str] = os.environ) -> dict[str, int]:
+    """What bounds that memory, by name, each with the bytes that it leaves."""
+    limits = {"the host": _mem_available()}
+    if rooms := _cgroup_rooms():
+        limits["the cgroup"] = min(rooms)
     if (node := env.get("SLURM_MEM_PER_NODE", "")).isdigit() and int(node):
-        limits.append(int(node) * SLURM_MB)
-    return max(0, min(limits))
+        limits["SLURM_MEM_PER_NODE"] = int(node) * SLURM_MB
+    return {name: max(0, left) for name, left in limits.items()}
+
+
+def can_read_peers() -> bool:
+    """Whether the kernel lets a process read another's memory in one copy, as MPI does for messages on a node.
+
+    Tried on this process itself: containers forbid the call altogether.
+    """
+    libc, byte = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(1)
+    span = (ctypes.c_size_t * 2)(ctypes.addressof(byte), 1)
+    return bool(libc.process_vm_readv(os.getpid(), span, 1, span, 1, 0) == 1)
 
 
 def _mem_available() -> int:

@@ -22,12 +22,20 @@ from pathlib import Path
 from types import FrameType
 
 from fastdecode_hpc.config import ConfigError
-from fastdecode_hpc.mpiexec import OPTIONS, environment, find_library, find_mpiexec
+from fastdecode_hpc.mpiexec import OPTIONS, environment, find_library, find_mpiexec, short_name, understands_pmix
 from fastdecode_hpc.signals import STOP_SIGNALS, Process
 
 LAUNCHED = "FASTDECODE_LAUNCHED"  # in a rank that `launch` started: the folder it shares with the launcher
 MIN_RANKS_ALLOWED = 8  # on any node, for trying things out
 POLL_S = 0.2  # how often launcher and ranks look at each other
+SCHEDULERS = {
+    "SLURM_JOB_ID": "Slurm",
+    "PBS_JOBID": "PBS",
+    "LSB_JOBID": "LSF",
+    "FLUX_JOB_ID": "Flux",
+    "PE_HOSTFILE": "Grid Engine",
+}
+LEAVE_S = 1.0
 FIRST_RESERVED_STEP = 0xFFFFFFF0  # step ids from here on are Slurm's own: interactive, batch, extern
 
 
@@ -141,7 +149,7 @@ def check_world(launches: Sequence[Launch], world_size: int, library: str) -> No
 def _mismatch(launch: Launch, world_size: int, library: str) -> str:
     starter = "srun" if launch.kind == "srun" else "mpiexec"
     alone = ": each process runs alone" if world_size == 1 else ""
-    name = " ".join(library.split())  # MPICH pads its version
+    name = short_name(library)
     text = f"{starter} started {launch.size} processes, but {name} sees a world of {world_size}{alone}. "
     if launch.kind == "srun":
         plugin = "pmix" if "open mpi" in library.lower() else "pmi2"
@@ -150,6 +158,86 @@ def _mismatch(launch: Launch, world_size: int, library: str) -> str:
         "That mpiexec belongs to another MPI library. Use its own: without a launcher, "
         "--ranks N finds it; or let MPI4PY_LIBMPI name the libmpi of the mpiexec in use"
     )
+
+
+def check_process_manager(launch: Launch, library: str, env: Mapping[str, str] = os.environ) -> None:
+    """Raise where `library` is known not to understand what this step talks, before MPI starts and ends the job.
+
+    Parameters
+    ----------
+    library : str
+        What the MPI library says about itself, all lines.
+
+    Raises
+    ------
+    ConfigError
+        With the way out.
+    """
+    offered = process_manager(env)
+    if launch.kind == "srun" and (launch.size or 1) > 1 and offered == "pmix" and not understands_pmix(library):
+        raise ConfigError(
+            f"srun --mpi=pmix started {launch.size} processes, but {short_name(library)} was "
+            "built without PMIx and cannot start. Use srun --mpi=pmi2 (srun --mpi=list shows what there is)"
+        )
+
+
+def process_manager(env: Mapping[str, str] = os.environ) -> str:
+    """By what the processes of a Slurm step find each other: pmi2, pmix, none or another plugin; empty outside."""
+    if "SLURM_STEP_ID" not in env:
+        return ""
+    found = env.get("SLURM_MPI_TYPE") or ("pmix" if "PMIX_RANK" in env else "pmi2" if "PMI_FD" in env else "none")
+    return "pmix" if found.startswith("pmix") else found  # also pmix_v3 and the like
+
+
+def check_alone(launch: Launch, ranks: int | None, env: Mapping[str, str] = os.environ) -> None:
+    """Raise where a batch job of several tasks runs one process, because srun was forgotten.
+
+    Parameters
+    ----------
+    ranks : int or None
+        What the user has asked for.
+
+    Raises
+    ------
+    ConfigError
+        With the way out.
+    """
+    tasks = _number(env, "SLURM_NTASKS") or 1
+    if launch.kind == "none" and ranks is None and tasks > 1:
+        raise ConfigError(
+            f"this Slurm job has {tasks} tasks, but this process was not started by srun, so it would run alone. Put "
+            "srun before the command, or say --ranks 1"
+        )
+
+
+def batch_scheduler(env: Mapping[str, str] = os.environ) -> str:
+    """Name of the scheduler whose job this process belongs to; empty outside of one."""
+    return next((name for variable, name in SCHEDULERS.items() if variable in env), "")
+
+
+def speaks() -> bool:
+    """Whether this process says what all processes of its job would say."""
+    return (detect().rank or 0) == 0
+
+
+def final_code(code: int, world_size: int = 0) -> int:
+    """The exit code of this process, where its launcher started more processes than can tell each other when to leave.
+
+    Launchers end all processes when one of them fails: a message that only the first one says would be lost. So the
+    others leave with 0, and the first one gives them time to.
+
+    Parameters
+    ----------
+    world_size : int
+        Of MPI's world; 0 before it has started.
+    """
+    size = detect().size or 1
+    if code == 0 or size == 1 or size == world_size:
+        return code
+    if not speaks():
+        return 0
+    time.sleep(LEAVE_S)
+    return code
 
 
 def launch(ranks: int, argv: Sequence[str], *, module: str = "fastdecode_hpc") -> int:

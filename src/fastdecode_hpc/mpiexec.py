@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,14 +13,24 @@ from typing import NamedTuple
 from fastdecode_hpc.config import ConfigError
 
 PROBE = """
-import mpi4py
+import json, mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI
-print(MPI.Get_library_version().splitlines()[0].strip(chr(0)))
-print(*sorted({line.split(maxsplit=5)[-1].strip() for line in open("/proc/self/maps") if "/libmpi" in line}), sep="\\n")
+paths = sorted({line.split(maxsplit=5)[-1].strip() for line in open("/proc/self/maps") if "/libmpi" in line})
+print(json.dumps([MPI.Get_library_version().strip(chr(0)), paths]))
+"""
+START_PROBE = """
+import mpi4py
+mpi4py.rc.initialize = mpi4py.rc.finalize = False
+from mpi4py import MPI
+MPI.Init_thread(MPI.THREAD_SERIALIZED)
+names = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
+print(next(name for name in names if getattr(MPI, f"THREAD_{name}") == MPI.Query_thread()), flush=True)
+MPI.Finalize()
 """
 
 ANSWER_S = 300.0  # a first import from a cold parallel file system takes long
+START_S = 60.0  # of MPI in one process; on login nodes it may hang
 
 # options that keep all ranks on this node, whatever batch system surrounds it
 OPTIONS = {
@@ -44,23 +56,52 @@ class Library(NamedTuple):
 
     version: str
     path: Path
+    description: str = ""  # all that it says about itself
 
     @property
     def family(self) -> str:
-        return _family(self.version)
+        return family_of(self.version)
+
+    @property
+    def understands_pmix(self) -> bool:
+        return understands_pmix(self.description)
 
 
 def find_library() -> Library:
     """Ask mpi4py, in a process of its own, which MPI library it loads."""
     probe = _ask([sys.executable, "-c", PROBE], _own_environment())
-    lines = probe.stdout.splitlines()
-    if probe.returncode or len(lines) < 2:
+    description, paths = json.loads(probe.stdout) if probe.returncode == 0 else ("", [])
+    if not paths:
         reason = (probe.stderr.strip().splitlines() or ["no libmpi is loaded"])[-1]
         raise ConfigError(
             f"mpi4py cannot load an MPI library ({reason}). Install one (pip install mpich), load your cluster's "
             "MPI module, or use --ranks 1, which needs no MPI"
         )
-    return Library(lines[0], Path(lines[1]))
+    return Library(description.splitlines()[0].strip("\0"), Path(paths[0]), description)
+
+
+def start_alone(limit_s: float = START_S) -> tuple[str, str]:
+    """Start MPI in a process of its own, as a job of one rank: the thread level it gives, or why that fails."""
+    try:
+        probe = _ask([sys.executable, "-c", START_PROBE], _own_environment(), limit_s)
+    except subprocess.TimeoutExpired:
+        return "", f"no answer in {limit_s:g} s"
+    words = probe.stdout.split()
+    if probe.returncode or not words:
+        return "", " ".join(probe.stderr.split())[:300] or f"exit code {probe.returncode}"
+    return words[-1], ""
+
+
+def short_name(description: str) -> str:
+    """Name and version out of what a library says about itself."""
+    line = description.splitlines()[0].partition(",")[0] if description else ""  # Open MPI tells its builder after it
+    return " ".join(line.split())  # MPICH pads its version
+
+
+def understands_pmix(description: str) -> bool:
+    """False for a library that says how it was configured, and not for PMIx; MPICH tells, the others don't."""
+    configured = re.search(r"^MPICH configure:(.*)$", description, re.MULTILINE)
+    return configured is None or "pmix" in configured[1]
 
 
 def find_mpiexec(library: Library) -> Path:
@@ -84,17 +125,17 @@ def _family_of_mpiexec(path: Path) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     text = answer.stdout + answer.stderr
-    return _family(text) if any(word in text for word in ("HYDRA", "Intel(R) MPI", "Open MPI", "OpenRTE")) else None
+    return family_of(text) if any(word in text for word in ("HYDRA", "Intel(R) MPI", "Open MPI", "OpenRTE")) else None
 
 
-def _ask(command: list[str], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def _ask(command: list[str], env: dict[str, str], limit_s: float = ANSWER_S) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command, env=env, capture_output=True, text=True, timeout=ANSWER_S, stdin=subprocess.DEVNULL,
+        command, env=env, capture_output=True, text=True, timeout=limit_s, stdin=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C is for the launcher
     )  # fmt: skip
 
 
-def _family(text: str) -> str:
+def family_of(text: str) -> str:
     """`MPICH` (with its many children, which all bring Hydra) or `Open MPI`."""
     return "Open MPI" if any(word in text for word in ("Open MPI", "OpenRTE")) else "MPICH"
 

@@ -19,7 +19,7 @@ def run_attributes(engine: Engine) -> dict[str, Any]:
     ranks = [
         {"rank": r.rank, "host": r.host, "role": r.role, "threads": r.threads, "cores": list(r.cores), "isa": r.isa,
          "kv_bytes": r.kv_bytes, "start_s": r.start_s, "numa_nodes": list(r.numa_nodes), "pinned": r.pinned,
-         "huge_pages": r.huge_pages}
+         "huge_pages": r.huge_pages, "gpus": r.gpus}
         for r in engine.setup.ranks
     ]  # fmt: skip
     return {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from fastdecode_hpc.affinity import pin_plan
 from fastdecode_hpc.config import DTYPE_BYTES, ConfigError, RunConfig
@@ -30,40 +30,58 @@ class Hello:
     version: str
     error: str | None = None
     binding: str = ""  # what the environment tells OpenMP about binding threads
+    library: str = ""  # of MPI; empty: one process without it
 
 
-@dataclass(frozen=True, slots=True)
-class RankSetup:
-    """What rank 0 has decided for one rank."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a rank runs, and as what."""
 
     rank: int
     role: str  # S-worker | R-worker | both
     host: str
     threads: int
     cores: tuple[int, ...]
+    numa_nodes: tuple[int, ...] = ()  # of its cores; empty: unknown
+    huge_pages: str = ""  # its host's mode; empty: unknown
+    gpus: int = 0  # that it may use
+
+    @property
+    def holds_kv(self) -> bool:
+        return self.role != "S-worker"
+
+    @property
+    def where(self) -> str:
+        """Its place in the style of xthi."""
+        numa = f"  numa {format_cores(self.numa_nodes)}" if self.numa_nodes else ""
+        return (
+            f"rank {self.rank:<3} {self.host}  {self.role}  threads {self.threads}  "
+            f"cores {format_cores(self.cores)}{numa}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSetup(Place):
+    """What rank 0 has decided for one rank."""
+
     isa: str | None
     kv_bytes: int
     num_blocks: tuple[int, ...]
     wait: str  # spin | sleep
     use_progress_thread: bool
     start_s: float  # from process start to its hello
-    numa_nodes: tuple[int, ...] = ()  # of its cores; empty: unknown
-    huge_pages: str = ""  # its host's mode; empty: unknown
     pin_cores: tuple[int, ...] = ()  # thread |-> core; empty: threads are left where they are
     numa_memory_bytes: int | None = None  # that could still be taken on its NUMA nodes; None: unknown
     pinned: bool = False  # each thread has a core of its own, as read back; known at rank 0
 
     @property
     def line(self) -> str:
-        """The line printed at start, in the style of xthi."""
-        numa = f"  numa {format_cores(self.numa_nodes)}" if self.numa_nodes else ""
+        """The line printed at start."""
         pinned = "  pinned" if self.pinned else ""
         kv = f"  kv {format_bytes(self.kv_bytes)}" if self.kv_bytes else ""
         isa = f"  isa {self.isa}" if self.isa else ""
-        return (
-            f"rank {self.rank:<3} {self.host}  {self.role}  threads {self.threads}  "
-            f"cores {format_cores(self.cores)}{numa}{pinned}{isa}{kv}"
-        )
+        gpu = f"  gpus {self.gpus}" if self.gpus and self.role != "R-worker" else ""
+        return f"{self.where}{pinned}{isa}{kv}{gpu}"
 
     @property
     def spare_cores(self) -> tuple[int, ...]:
@@ -170,8 +188,8 @@ def _decide_rank(
     common_isa: str,
     weights_bytes: int,
 ) -> RankSetup:
-    alone = len(hellos) == 1
-    holds_kv = alone or hello.rank > 0
+    place = place_of(hello, hellos)
+    alone, holds_kv = len(hellos) == 1, place.holds_kv
     neighbours = [other for other in hellos if _share_cores(other, hello)]
     cores = {core for other in neighbours for core in other.host.cores}
     num_threads = sum(threads_of(other, hellos) for other in neighbours)
@@ -180,21 +198,31 @@ def _decide_rank(
     if holds_kv:
         isa = best_isa(hello.isas) if run.isa_per_rank and run.isa is None else common_isa
     return RankSetup(
-        rank=hello.rank,
-        role="both" if alone else ("R-worker" if holds_kv else "S-worker"),
-        host=hello.host.host,
-        threads=threads_of(hello, hellos),
-        cores=hello.host.cores,
+        **{spec.name: getattr(place, spec.name) for spec in fields(place)},
         isa=isa,
         kv_bytes=kv_bytes,
         num_blocks=_blocks(run, layout, kv_bytes, max_context_len, hello) if holds_kv else (),
         wait=run.wait if run.wait != "auto" else ("spin" if num_threads <= len(cores) else "sleep"),
         use_progress_thread=not alone and len(cores) >= num_threads + len(neighbours),
         start_s=hello.host.age_s,
-        numa_nodes=hello.host.numa_nodes,
-        huge_pages=hello.host.huge_pages,
         numa_memory_bytes=hello.host.numa_memory_bytes,
         pin_cores=_pin_cores(run, hello, hellos) if hello.rank > 0 else (),
+    )
+
+
+def place_of(hello: Hello, hellos: list[Hello]) -> Place:
+    """Where a rank runs, and what its part of the work is."""
+    role = "both" if len(hellos) == 1 else ("R-worker" if hello.rank > 0 else "S-worker")
+    here = hello.host
+    return Place(
+        rank=hello.rank,
+        role=role,
+        host=here.host,
+        threads=threads_of(hello, hellos),
+        cores=here.cores,
+        numa_nodes=here.numa_nodes,
+        huge_pages=here.huge_pages,
+        gpus=here.gpus,
     )
 
 
@@ -238,11 +266,11 @@ def _share_cores(a: Hello, b: Hello) -> bool:
 
 
 def threads_of(hello: Hello, hellos: list[Hello]) -> int:
-    """Threads of a rank: what it asked for, else its part of the cores it shares with other ranks."""
+    """Threads of a rank: what it asked for, else its part of the physical cores it shares with other ranks."""
     if hello.threads is not None:
         return hello.threads
     sharing = sum(_share_cores(other, hello) for other in hellos)
-    return max(1, len(hello.host.cores) // sharing)
+    return max(1, hello.host.num_physical_cores // sharing)
 
 
 def best_isa(isas: tuple[str, ...]) -> str:

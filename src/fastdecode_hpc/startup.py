@@ -13,10 +13,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fastdecode_hpc import __version__, host
-from fastdecode_hpc.advice import ThreadCores, placement_advice
+from fastdecode_hpc.advice import ThreadCores, placement_advice, placement_faults, unlike_ranks
 from fastdecode_hpc.affinity import binding_asked, is_pinned
 from fastdecode_hpc.config import ConfigError, RunConfig
-from fastdecode_hpc.launch import Launch, check_world
+from fastdecode_hpc.launch import Launch, batch_scheduler, check_world
 from fastdecode_hpc.setup import Hello, Setup
 
 if TYPE_CHECKING:
@@ -63,15 +63,16 @@ def agree(
     Dismissed
         On the others in that case; on all where `decide` raised it.
     """
-    hello = _say_hello(run, world, launched, isas)
+    hello = say_hello(run.threads, world, launched, isas)
     if world is None:
-        return decide([_checked(hello)])
+        return _decide(run, decide, [hello])
     hellos = world.gather(hello, "greeting")
     answer: Setup | ConfigError | Dismissed | None = None
     if hellos is not None:
         try:
-            check_world([entry.launch for entry in hellos], world.size, _library())
-            answer = decide([_checked(entry) for entry in hellos])
+            check_world([entry.launch for entry in hellos], world.size, hello.library)
+            check_alike(hellos)
+            answer = _decide(run, decide, hellos)
         except (ConfigError, Dismissed) as error:
             answer = error
     return _take(world, world.bcast(answer))
@@ -81,6 +82,29 @@ def _take(world: World, answer: Setup | ConfigError | Dismissed) -> Setup:
     if not isinstance(answer, Setup):
         raise answer if world.is_s_rank else Dismissed()
     return answer
+
+
+def _decide(run: RunConfig, decide: Callable[[list[Hello]], Setup], hellos: list[Hello]) -> Setup:
+    setup = decide([_checked(hello) for hello in hellos])
+    accept_places(run, setup)
+    return setup
+
+
+def accept_places(run: RunConfig, setup: Setup) -> None:
+    """Raise where ranks of a batch job are placed so badly that it would waste what was booked; warn elsewhere.
+
+    Raises
+    ------
+    ConfigError
+        With each rank's place and the launcher's flags.
+    """
+    faults = [] if run.allow_oversubscribe else placement_faults(setup.ranks, wants_gpu=run.device != "cpu")
+    if faults and (scheduler := batch_scheduler()):
+        head = f"the ranks of this {scheduler} job are placed badly:"
+        lines = [*(rank.where for rank in setup.ranks), *map(str, faults)]
+        raise ConfigError("\n".join([head, *lines, "To run it all the same: --allow-oversubscribe"]))
+    for fault in faults:
+        logger.warning("%s", fault)
 
 
 def tell_placement(world: World | None, setup: Setup, mine: ThreadCores | ConfigError) -> Setup:
@@ -123,31 +147,45 @@ def _checked_cores(entry: ThreadCores | ConfigError) -> ThreadCores:
     return entry
 
 
-def _library() -> str:
+def _library(world: World | None) -> str:
+    if world is None:
+        return ""
     from fastdecode_hpc.transport.mpi import library_version
 
     return library_version()
 
 
-def _say_hello(run: RunConfig, world: World | None, launched: Launch, isas: Callable[[], tuple[str, ...]]) -> Hello:
+def say_hello(
+    threads_flag: int | None, world: World | None, launched: Launch, isas: Callable[[], tuple[str, ...]]
+) -> Hello:
+    """What this rank has; what is wrong with it is in the answer."""
     rank = world.rank if world is not None else 0
     has_kernels = world is None or not world.is_s_rank
     info, threads, error = host.look(), None, None
     found: tuple[str, ...] = ()
     try:
-        threads = host.asked_threads(run.threads)
+        threads = host.asked_threads(threads_flag, info)
         found = isas() if has_kernels else ()
     except ConfigError as problem:
         error = f"rank {rank} on {info.host}: {problem}"
-    return Hello(rank, info, launched, threads, found, __version__, error, binding_asked(os.environ))
+    return Hello(
+        rank, info, launched, threads, found, __version__, error, binding_asked(os.environ), _library(world)
+    )  # fmt: skip
+
+
+def check_alike(hellos: list[Hello]) -> None:
+    """Raise unless all ranks have one version of the program, and one MPI library.
+
+    Raises
+    ------
+    ConfigError
+        Naming the ranks that have another than rank 0.
+    """
+    for advice in unlike_ranks(hellos):
+        raise ConfigError(str(advice))
 
 
 def _checked(hello: Hello) -> Hello:
     if hello.error is not None:
         raise ConfigError(hello.error)
-    if hello.version != __version__:
-        raise ConfigError(
-            f"rank {hello.rank} on {hello.host.host} runs fastdecode {hello.version}, rank 0 runs {__version__}; "
-            "install one version everywhere"
-        )
     return hello

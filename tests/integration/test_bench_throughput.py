@@ -1,13 +1,16 @@
 """``bench throughput``: every combination once a round, in one file that an interrupted sweep goes on with."""
 
+import itertools
+import json
 from pathlib import Path
 
 import h5py
 import pytest
 
-from fastdecode_hpc.bench.throughput import KEYS, UNITS, full_stretch
+from fastdecode_hpc.bench.throughput import KEYS, UNITS, full_stretch, list_cases
+from fastdecode_hpc.cli import build_parser, run_command
 from fastdecode_hpc.config import ConfigError
-from fastdecode_hpc.report.sweep import SweepFile, read_sweep
+from fastdecode_hpc.report.sweep import SweepFile, merge_sweeps, read_sweep
 from fastdecode_hpc.timing import StepTimes
 from launching import fastdecode
 from tiny_models import make_checkpoint
@@ -123,3 +126,46 @@ def test_the_full_stretch_leaves_beginning_and_end_out():
     steps = [StepTimes(step, slot, 0.0, count // 2 + (count % 2) * slot, 0, 0)
              for step, count in enumerate(counts) for slot in range(2)]  # fmt: skip
     assert full_stretch(steps) == (3, 6)
+
+
+def test_parts_of_a_sweep_are_merged_into_the_whole(tmp_path, capsys):
+    parts = []
+    for number in range(3):
+        parts.append(tmp_path / f"part-{number}.h5")
+        file = open_sweep(parts[-1])
+        for batch in range(number, 7, 3):
+            file.add(row_of(batch=batch, kv_dtype="fp16", decode_tokens_per_s=float(batch + 1)))
+    assert run_command(["report", "merge", *map(str, parts), "-o", str(tmp_path / "all.h5")]) == 0
+    assert sorted(row["batch"] for row in read_sweep(tmp_path / "all.h5", UNITS)) == list(range(7))
+    assert len(capsys.readouterr().out.splitlines()) == 1 + 7
+    with h5py.File(tmp_path / "all.h5") as file:
+        assert json.loads(file.attrs["parts"]) == [path.name for path in parts]
+        assert {data.attrs["units"] for data in file["samples"].values()} == {"1", "s", "tokens", "tokens/s"}
+    open_sweep(tmp_path / "all.h5")  # it is a sweep like any other
+
+
+def test_parts_that_are_of_different_sweeps_or_overlap_are_refused(tmp_path):
+    for name, model in (("a", "m"), ("b", "other"), ("c", "m")):
+        open_sweep(tmp_path / f"{name}.h5", model=model).add(row_of())
+    with pytest.raises(ConfigError, match=r"b\.h5 is a sweep of something else"):
+        merge_sweeps([tmp_path / "a.h5", tmp_path / "b.h5"], tmp_path / "all.h5")
+    with pytest.raises(ConfigError, match=r"a\.h5 and .*c\.h5 have the same measurement"):
+        merge_sweeps([tmp_path / "a.h5", tmp_path / "c.h5"], tmp_path / "all.h5")
+    assert not (tmp_path / "all.h5").exists()
+
+
+def test_every_combination_is_in_one_part():
+    lists = ["--batch-sizes", "1,2,3", "--contexts", "64,128", "--kv-dtypes", "fp16,int8"]
+
+    def cases(*part: str):
+        command = ["bench", "throughput", "--output", "s.h5", *lists, *part]
+        return list_cases(build_parser().parse_args(command))
+
+    parts = [cases("--part", f"{number}/5") for number in range(5)]
+    assert sorted(map(str, itertools.chain(*parts))) == sorted(map(str, cases()))
+    assert {len(part) for part in parts} == {2, 3}
+    with pytest.raises(ConfigError, match="--part is 12/13, and there are 12 combinations"):
+        cases("--part", "12/13")
+    for bad in ("4/4", "-1/4", "1", "a/b"):
+        with pytest.raises(SystemExit):
+            cases("--part", bad)

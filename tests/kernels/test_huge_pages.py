@@ -5,7 +5,6 @@ import sys
 import numpy as np
 import pytest
 
-from fastdecode_hpc.r_part.huge_pages import huge_page_share
 from fastdecode_hpc.r_part.kv_cache import HUGE_PAGE_BYTES, from_huge_page_border, map_arena
 from fastdecode_hpc.topology import huge_page_mode
 from launching import run_limited
@@ -31,26 +30,6 @@ def test_memory_is_cut_at_the_border(shift: int) -> None:
 def test_small_arenas_are_what_they_are() -> None:
     assert map_arena(0).shape == (0,)
     assert map_arena(4096).shape == (4096,)
-
-
-def test_share_is_of_the_mappings_that_hold_the_arrays(tmp_path) -> None:
-    array = np.zeros(4096, np.uint8)
-    start = array.ctypes.data
-    smaps = tmp_path / "smaps"
-
-    def mapping(first: int, last: int, touched: int, huge: int) -> str:
-        return (
-            f"{first:08x}-{last:08x} rw-p 00000000 00:00 0 \nSize: 9 kB\nRss:    {touched} kB\n"
-            f"AnonHugePages:  {huge} kB\nShmemPmdMapped: 0 kB\nVmFlags: rd wr nr hg\n"
-        )
-
-    others = mapping(start - 8192, start, 1000, 1000) + mapping(start + 4096, start + 8192, 1000, 1000)
-    smaps.write_text(others + mapping(start, start + 4096, 4000, 3000))
-    assert huge_page_share([array], smaps) == 0.75
-    assert huge_page_share([array, np.empty(0, np.uint8)], smaps) == 0.75
-    smaps.write_text(others)
-    assert huge_page_share([array], smaps) is None
-    assert huge_page_share([array], tmp_path / "missing") is None
 
 
 USED_PARTITION = """

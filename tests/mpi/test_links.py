@@ -2,7 +2,7 @@
 
 import pytest
 
-from fastdecode_hpc.calibrate.fit import fit_link
+from fastdecode_hpc.bench.rank_speeds import fit_link
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
 

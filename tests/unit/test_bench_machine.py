@@ -6,12 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fastdecode_hpc.bench.machine import (
-    DEFAULT_CACHE_BYTES,
-    huge_page_use,
-    last_level_caches,
-    look_at_machine,
-)
+from fastdecode_hpc.bench.machine import DEFAULT_CACHE_BYTES, last_level_caches, look_at_machine
 
 MIB = 1 << 20
 
@@ -44,7 +39,6 @@ def root(tmp_path: Path) -> Path:
         {
             "proc/cpuinfo": "processor\t: 0\nmodel name\t: Test CPU 9000\nmodel name\t: Test CPU 9000",
             "proc/loadavg": "1.25 0.50 0.10 1/100 4242",
-            "proc/self/smaps_rollup": "00-ff ---p [rollup]\nAnonymous:  2048 kB\nAnonHugePages:  1024 kB",
             "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never",
             "sys/devices/system/node/node0/cpulist": "0-1,4-5",
             "sys/devices/system/node/node1/cpulist": "2-3,6-7",
@@ -62,7 +56,6 @@ def test_the_machine_as_linux_tells_it(root: Path) -> None:
     assert (machine.cache_bytes, machine.cache_is_read) == (16 * MIB, True)
     assert machine.huge_page_mode == "madvise"
     assert machine.load_average == 1.25
-    assert huge_page_use(root) == (2 * MIB, 1 * MIB)
 
 
 def test_all_caches_that_the_mask_reaches_count(root: Path) -> None:
@@ -75,4 +68,3 @@ def test_a_silent_machine_gets_the_default_cache(tmp_path: Path) -> None:
     machine = look_at_machine((0, 1), tmp_path)
     assert (machine.cache_bytes, machine.cache_is_read) == (DEFAULT_CACHE_BYTES, False)
     assert (machine.numa_nodes, machine.huge_page_mode, machine.num_physical_cores) == ((), "", 2)
-    assert huge_page_use(tmp_path) == (0, 0)

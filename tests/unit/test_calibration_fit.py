@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastdecode_hpc.bench.rank_speeds import fit_link
 from fastdecode_hpc.bench.schedule_figures import Window
 from fastdecode_hpc.calibrate.fit import (
     NO_BYTES_RATE,
     PromptPoint,
     fit_curve,
-    fit_link,
     fit_prompts,
     fit_rates,
     nonnegative_fit,

@@ -37,6 +37,7 @@ def test_every_flag_is_in_the_readme_and_every_option_is_a_flag() -> None:
     ("words", "page"),
     [
         (("calibrate",), "planning.md"),
+        (("doctor",), "cluster.md"),
         (("plan",), "planning.md"),
         (("simulate",), "planning.md"),
         (("bench", "throughput"), "benchmarks.md"),

@@ -12,8 +12,17 @@ from pathlib import Path
 import pytest
 
 from fastdecode_hpc.config import ConfigError
-from fastdecode_hpc.launch import Launch, check_world, detect
-from fastdecode_hpc.mpiexec import Library, environment, find_library, find_mpiexec
+from fastdecode_hpc.launch import (
+    Launch,
+    batch_scheduler,
+    check_alone,
+    check_process_manager,
+    check_world,
+    detect,
+    final_code,
+    process_manager,
+)
+from fastdecode_hpc.mpiexec import Library, environment, find_library, find_mpiexec, short_name
 from fastdecode_hpc.signals import StopRequest
 
 MPICH, OPEN_MPI = "MPICH Version:      5.0.2", "Open MPI v5.0.11"
@@ -229,3 +238,84 @@ def test_copies_of_one_signal_are_one_request_and_the_first_reason_stays(stop):
     for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
         os.kill(os.getpid(), number)
     assert stop.reason == "SIGUSR1"
+
+
+CONFIGURED = f"{MPICH}\nMPICH Device:       ch4:ucx ofi\nMPICH configure:    --with-device=ch4:ucx,ofi"
+PMIX = {"SLURM_MPI_TYPE": "pmix", "PMIX_RANK": "1"}
+
+
+@pytest.mark.parametrize(
+    ("env", "name"),
+    [
+        ({"PATH": "/usr/bin", "PMI_FD": "5"}, ""),
+        (step(1, 3, SLURM_MPI_TYPE="pmi2", **pmi2(1, 3)), "pmi2"),
+        (step(1, 3, **PMIX), "pmix"),
+        (step(1, 3, SLURM_MPI_TYPE="pmix_v4", PMIX_RANK="1"), "pmix"),
+        (step(1, 3, SLURM_MPI_TYPE="none"), "none"),
+        (step(1, 3), "none"),  # a Slurm that doesn't tell
+        (step(1, 3, **pmi2(1, 3)), "pmi2"),
+    ],
+)
+def test_the_process_manager_of_a_step(env, name):
+    assert process_manager(env) == name
+
+
+def test_a_library_that_cannot_understand_the_step_is_refused_before_it_starts():
+    with pytest.raises(ConfigError, match=r"--mpi=pmix started 3 processes, but MPICH Version: 5\.0\.2 .*--mpi=pmi2"):
+        check_process_manager(Launch("srun", 1, 3), CONFIGURED, step(1, 3, **PMIX))
+
+
+@pytest.mark.parametrize(
+    ("launch", "library", "env"),
+    [
+        (Launch("srun", 1, 3), CONFIGURED, step(1, 3, **pmi2(1, 3))),
+        (Launch("srun", 0, 1), CONFIGURED, step(0, 1, **PMIX)),  # one process needs nobody
+        (Launch("srun", 1, 3), f"{CONFIGURED} --with-pmix=/usr", step(1, 3, **PMIX)),
+        (Launch("srun", 1, 3), MPICH, step(1, 3, **PMIX)),  # it doesn't tell, so it is not known
+        (Launch("srun", 1, 3), OPEN_MPI, step(1, 3, **PMIX)),
+        (Launch("mpirun", 1, 3), CONFIGURED, {**PMIX, **hydra(1, 3, 3)}),
+    ],
+)
+def test_what_may_understand_the_step_is_tried(launch, library, env):
+    check_process_manager(launch, library, env)
+
+
+def test_one_process_of_a_job_of_several_tasks_is_refused():
+    job = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "3"}
+    with pytest.raises(ConfigError, match=r"has 3 tasks, but this process was not started by srun.*--ranks 1"):
+        check_alone(Launch("none"), None, job)
+    check_alone(Launch("none"), 1, job)
+    check_alone(Launch("none"), None, {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "1"})
+    check_alone(Launch("srun", 0, 3), None, job)
+    check_alone(Launch("none"), None, {})
+
+
+def test_the_batch_scheduler_is_known_by_its_job():
+    assert batch_scheduler({"SLURM_JOB_ID": "7"}) == "Slurm"
+    assert batch_scheduler({"PBS_JOBID": "7.host"}) == "PBS"
+    assert batch_scheduler({"SLURM_CONF": "/etc/slurm.conf"}) == ""
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "code", "expected"),
+    [
+        (0, 0, 2, (2, True)),  # before MPI has started: the message must be out before anybody is ended
+        (1, 0, 2, (0, False)),
+        (0, 1, 2, (2, True)),  # one of N worlds of one rank
+        (2, 1, 2, (0, False)),
+        (0, 3, 2, (2, False)),  # ranks of one world leave together
+        (1, 3, 1, (1, False)),
+        (0, 0, 0, (0, False)),
+    ],
+)
+def test_who_cannot_tell_the_others_lets_them_leave_first(monkeypatch, rank, world_size, code, expected):
+    slept = []
+    monkeypatch.setattr("fastdecode_hpc.launch.detect", lambda: Launch("srun", rank, 3))
+    monkeypatch.setattr("fastdecode_hpc.launch.time.sleep", slept.append)
+    assert (final_code(code, world_size), bool(slept)) == expected
+
+
+def test_the_name_of_a_library_is_short():
+    assert short_name(f"{MPICH}\nMPICH Device: ch4") == "MPICH Version: 5.0.2"
+    assert short_name(f"{OPEN_MPI}, package: Open MPI user@host Distribution, ident: 5.0.11") == "Open MPI v5.0.11"
+    assert short_name("") == ""

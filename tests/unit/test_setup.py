@@ -6,22 +6,14 @@ import dataclasses
 
 import pytest
 
-from fastdecode_hpc import __version__, host
+from fastdecode_hpc import host
 from fastdecode_hpc.advice import placement_advice
 from fastdecode_hpc.config import ConfigError, RunConfig
-from fastdecode_hpc.host import HostInfo
-from fastdecode_hpc.launch import Launch
 from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.setup import Hello, best_common_isa, decide_setup, kv_budget, weights_on_host
+from placed_ranks import GIB, X86, hello
 
 MODEL = ModelConfig(1000, 64, 96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, max_context_len=512)
-GIB = 1 << 30
-X86 = ("scalar", "avx2")
-
-
-def hello(rank: int, *, name: str = "n0", cores=(0, 1, 2, 3), threads: int | None = None, isas=X86, memory=10 * GIB):
-    info = HostInfo(name, 100 + rank, tuple(cores), memory, 0.5)
-    return Hello(rank, info, Launch("none"), threads, () if rank == 0 else isas, __version__)
 
 
 def decide(hellos: list[Hello], weights_bytes: int = 0, **options):
@@ -120,7 +112,7 @@ def test_kv_stays_on_the_numa_nodes_of_its_rank() -> None:
     assert second == third == int(5 * GIB * 0.85)
     setup = decide(hellos, kv_memory_bytes=12 * GIB)
     said = placement_advice(setup.ranks, [()] * 4)
-    assert any("ranks 2-3 may hold more KV" in text and "10.0 GiB free on nodes 1" in text for text in said)
+    assert any("ranks 2-3 may hold more KV" in text and "10.0 GiB free on nodes 1" in text for text in map(str, said))
 
 
 def test_a_host_without_room_for_one_block_is_refused_with_the_arithmetic() -> None:
@@ -155,14 +147,53 @@ def test_weights_are_counted_where_they_lie() -> None:
 
 
 def test_threads_come_from_the_flag_then_openmp_then_slurm() -> None:
-    env = {"OMP_NUM_THREADS": "6,2", "SLURM_CPUS_PER_TASK": "9"}
-    assert host.asked_threads(3, env) == 3
-    assert host.asked_threads(None, env) == 6
-    assert host.asked_threads(None, {"SLURM_CPUS_PER_TASK": "9"}) == 9
-    assert host.asked_threads(None, {}) is None
+    env, here = {"OMP_NUM_THREADS": "6,2", "SLURM_CPUS_PER_TASK": "9"}, hello(0).host
+    assert host.asked_threads(3, here, env) == 3
+    assert host.asked_threads(None, here, env) == 6
+    assert host.asked_threads(None, here, {"SLURM_CPUS_PER_TASK": "9"}) == 9
+    assert host.asked_threads(None, here, {}) is None
     for bad in ("0", "-1", "four", "1.5"):
         with pytest.raises(ConfigError, match="OMP_NUM_THREADS"):
-            host.asked_threads(None, {"OMP_NUM_THREADS": bad})
+            host.asked_threads(None, here, {"OMP_NUM_THREADS": bad})
+
+
+def with_two_threads_a_core(told: Hello) -> Hello:
+    """The same rank, its upper half of the cores being second hardware threads of the lower half."""
+    half = len(told.host.cores) // 2
+    pairs = tuple(zip(told.host.cores[:half], told.host.cores[half:], strict=True))
+    return dataclasses.replace(told, host=dataclasses.replace(told.host, siblings=pairs))
+
+
+def test_hardware_threads_of_one_core_count_once() -> None:
+    """A second thread on a core adds nothing to reading memory, and Slurm's CPUs are hardware threads."""
+    own, wide = with_two_threads_a_core(hello(0, cores=range(16))), with_two_threads_a_core(hello(1, cores=range(16)))
+    assert [rank.threads for rank in decide([own, dataclasses.replace(wide, rank=1)]).ranks] == [4, 4]
+    assert decide([own, with_two_threads_a_core(hello(1, name="n1", cores=range(8)))]).ranks[1].threads == 4
+    assert host.asked_threads(None, own.host, {"SLURM_CPUS_PER_TASK": "16"}) == 8
+    assert host.asked_threads(None, own.host, {"SLURM_CPUS_PER_TASK": "8"}) == 8  # --hint=nomultithread
+    assert host.asked_threads(None, own.host, {"SLURM_CPUS_PER_TASK": "1"}) == 1
+    assert host.asked_threads(None, own.host, {"SLURM_CPUS_PER_TASK": "32"}) == 32  # and is told as a fault
+    assert host.asked_threads(None, own.host, {"OMP_NUM_THREADS": "16"}) == 16
+    assert host.asked_threads(16, own.host, {}) == 16
+
+
+@pytest.mark.parametrize(
+    "devices, env, count",
+    [
+        ((), {}, 0),
+        (("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"), {}, 2),
+        (("nvidia0", "nvidia1"), {"CUDA_VISIBLE_DEVICES": "1"}, 1),
+        (("nvidia0", "nvidia1"), {"CUDA_VISIBLE_DEVICES": "1,-1,0"}, 1),
+        (("nvidia0",), {"CUDA_VISIBLE_DEVICES": ""}, 0),
+        (("nvidia0",), {"CUDA_VISIBLE_DEVICES": "-1"}, 0),
+        (("nvidia3",), {"CUDA_VISIBLE_DEVICES": "GPU-8932f937-d72c,GPU-1"}, 1),
+        ((), {"CUDA_VISIBLE_DEVICES": "0"}, 0),
+    ],
+)
+def test_gpus_are_those_that_may_be_used(tmp_path, devices, env, count) -> None:
+    for name in devices:
+        (tmp_path / name).touch()
+    assert host.visible_gpus(env, tmp_path) == count
 
 
 def test_sizes_are_read_and_written() -> None:

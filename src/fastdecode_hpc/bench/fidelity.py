@@ -65,7 +65,8 @@ def run_fidelity(args: argparse.Namespace, argv: Sequence[str]) -> int:
     path = resolve_model(args.model)
     model = read_model_config(path)
     windows = _read_text(args, path, model)
-    threads = host.asked_threads(args.threads) or len(host.look().cores)
+    here = host.look()
+    threads = host.asked_threads(args.threads, here) or here.num_physical_cores
     s_part = build_s_part(runs[0], model, path, threads=threads, max_context_len=args.context)
     cases = measure(s_part, windows, [run.kv_dtype for run in runs], threads=threads, block_size=runs[0].block_size)
     print(f"{cases[0].num_tokens} tokens of {args.text} in {len(windows)} windows of {args.context}")

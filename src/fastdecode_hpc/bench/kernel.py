@@ -151,7 +151,8 @@ class Settings:
         """Check the flags; select the instruction set."""
         check_at_least("rounds", args.rounds, MIN_ROUNDS)
         check_at_least("seed", args.seed, 0)
-        threads = asked_threads(args.threads)
+        here = look()
+        threads = asked_threads(args.threads, here)
         if threads is not None:
             check_at_least("threads", threads, 1)
         for peer in args.compare:
@@ -163,7 +164,7 @@ class Settings:
 
         if args.isa is not None:
             select_isa(args.isa)
-        return cls(args.rounds, threads or len(look().cores), active_isa(), args.seed, tuple(args.compare))
+        return cls(args.rounds, threads or here.num_physical_cores, active_isa(), args.seed, tuple(args.compare))
 
 
 def _check_llamacpp(args: argparse.Namespace) -> None:

@@ -11,10 +11,11 @@ from fastdecode_hpc.bench.attention_run import AttentionRun, Tokens
 from fastdecode_hpc.bench.cases import CACHE_MULTIPLE, Case, SizedCase, fit_group
 from fastdecode_hpc.bench.figures import Figures, add_speedup, group_figures
 from fastdecode_hpc.bench.hints import find_hints
-from fastdecode_hpc.bench.machine import huge_page_use, look_at_machine, program_figures
+from fastdecode_hpc.bench.machine import look_at_machine, program_figures
 from fastdecode_hpc.bench.measure import MIN_ROUNDS, interleave
 from fastdecode_hpc.bench.read_bandwidth import ReadLoops
 from fastdecode_hpc.host import available_memory, format_bytes, look
+from fastdecode_hpc.mapped import huge_page_use
 
 if TYPE_CHECKING:
     from fastdecode_hpc.bench.kernel import Settings

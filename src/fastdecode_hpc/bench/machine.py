@@ -62,13 +62,6 @@ def last_level_caches(cores: tuple[int, ...], root: Path = _ROOT) -> list[int]:
     return list(found.values())
 
 
-def huge_page_use(root: Path = _ROOT) -> tuple[int, int]:
-    """Bytes of this process's own memory, and those of them in huge pages."""
-    text = _read(root / "proc/self/smaps_rollup")
-    sizes = {name: int(kb) * 1024 for name, kb in re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE)}
-    return sizes.get("Anonymous", 0), sizes.get("AnonHugePages", 0)
-
-
 def _processor(root: Path) -> str:
     match = re.search(r"^model name\s*:\s*(.+)$", _read(root / "proc/cpuinfo"), re.MULTILINE)
     return match[1] if match else platform.machine()

@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import statistics
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +33,7 @@ UNITS = {
 RUN_OPTIONS = (
     "model", "load_format", "num_layers", "device", "dtype", "cuda_graphs", "wire_dtype", "num_slots",
     "max_prefill_tokens", "prefill_chunk_tokens", "block_size", "kv_memory_bytes", "threads", "pin_threads", "wait",
-    "isa", "batch_invariant", "r_worker_weights",
+    "isa", "batch_invariant", "r_worker_weights", "allow_oversubscribe",
 )  # fmt: skip
 
 
@@ -59,9 +58,23 @@ def add_arguments(benches: Any) -> None:
     )
     parser.add_argument("--prompts", choices=("given", "computed"), default="given",
                         help="given: their KV takes no time, only decode is measured (default)")  # fmt: skip
+    parser.add_argument(
+        "--part", type=_part, default=(0, 1), metavar="K/N",
+        help="run only every N-th combination, from the K-th on (from 0): one task of a job array",
+    )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="beside one that warms up (default: 3)")
     add_run_options(parser.add_argument_group("run, as of generate"), RUN_OPTIONS)
     parser.set_defaults(func=run_throughput)
+
+
+def _part(text: str) -> tuple[int, int]:
+    try:
+        number, count = map(int, text.split("/"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no part such as 0/4") from None
+    if not 0 <= number < count:
+        raise argparse.ArgumentTypeError(f"{text!r}: parts are numbered from 0, so this must be below {count}")
+    return number, count
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,7 +116,7 @@ def _run_each(ranks: Sequence[int], argv: Sequence[str]) -> int:
 
 
 def list_cases(args: argparse.Namespace) -> list[Case]:
-    """Every combination of the listed values.
+    """Every combination of the listed values, or this part of them.
 
     Raises
     ------
@@ -125,7 +138,10 @@ def list_cases(args: argparse.Namespace) -> list[Case]:
                 f"--new-tokens has {case.new_tokens} and --contexts has {case.context}; an output needs at least 8 "
                 "tokens, and a context more than half an output"
             )
-    return cases
+    number, count = args.part
+    if number >= len(cases):
+        raise ConfigError(f"--part is {number}/{count}, and there are {len(cases)} combinations; use as many parts")
+    return cases[number::count]
 
 
 def _whole_numbers(name: str, text: str) -> list[int]:
@@ -140,11 +156,12 @@ def _whole_numbers(name: str, text: str) -> list[int]:
 
 def _config(args: argparse.Namespace, case: Case) -> RunConfig:
     given = {"schedule": case.schedule, "kv_dtype": case.kv_dtype, "max_batch_size": case.batch}
-    return run_config(args, ranks=None, **given)
+    return run_config(args, ranks=1 if detect().kind == "none" else None, **given)
 
 
 def _run_rank(args: argparse.Namespace, cases: Sequence[Case], world: World | None) -> int:
     from fastdecode_hpc.bench.schedule_session import ScheduleSession
+    from fastdecode_hpc.report.sweep_text import format_sweep
 
     largest = max(case.batch for case in cases)
     session = ScheduleSession(world, largest)
@@ -159,7 +176,7 @@ def _run_rank(args: argparse.Namespace, cases: Sequence[Case], world: World | No
         raise
     measure(args, cases, session, sweep)
     session.end()
-    print(format_sweep(sweep.rows))
+    print(format_sweep(sweep.rows, KEYS))
     return 0
 
 
@@ -219,33 +236,3 @@ def full_stretch(steps: Sequence[StepTimes]) -> tuple[int, int]:
         rows[step.step] += step.num_rows
     full = [step for step, count in rows.items() if count >= FULL * max(rows.values())]
     return min(full), max(full)
-
-
-def format_sweep(rows: Sequence[Row]) -> str:
-    """A line a case: medians over rounds."""
-    lines = [f"{'ranks':>5} {'schedule':16} {'KV':14} {'batch':>6} {'context':>8} {'new':>5} {'prompts':8} "
-             f"{'decode tok/s':>13} {'spread':>7} "
-             f"{'end to end':>11} {'step ms':>9} {'S ms':>8} {'R ms':>8}"]  # fmt: skip
-    for key, same in _groups(rows):
-        ranks, schedule, kv_dtype, batch, context, new_tokens, prompts = key
-        rates = [row["decode_tokens_per_s"] for row in same]
-        figures = {name: _median(row[name] for row in same) for name in UNITS if name not in KEYS}
-        lines.append(
-            f"{ranks:5} {schedule:16} {kv_dtype:14} {batch:6} {context:8} {new_tokens:5} {prompts:8} "
-            f"{figures['decode_tokens_per_s']:13.1f} "
-            f"{(max(rates) - min(rates)) / _median(rates):7.1%} {figures['end_to_end_tokens_per_s']:11.1f} "
-            f"{figures['step_s'] * 1e3:9.2f} {figures['t_s_part'] * 1e3:8.2f} {figures['t_r_part'] * 1e3:8.2f}"
-        )
-    return "\n".join(lines)
-
-
-def _groups(rows: Sequence[Row]) -> Iterator[tuple[tuple[Any, ...], list[Row]]]:
-    names = [name for name in KEYS if name != "round"]
-    groups: dict[tuple[Any, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row[name] for name in names), []).append(row)
-    yield from sorted(groups.items())
-
-
-def _median(values: Iterable[float]) -> float:
-    return float(statistics.median(values))

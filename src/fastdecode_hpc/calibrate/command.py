@@ -24,7 +24,7 @@ MIN_ROUNDS = 3
 RUN_OPTIONS = (
     "model", "load_format", "num_layers", "ranks", "device", "dtype", "cuda_graphs", "wire_dtype", "num_slots",
     "max_prefill_tokens", "prefill_chunk_tokens", "block_size", "kv_memory_bytes", "threads", "pin_threads", "wait",
-    "isa", "batch_invariant",
+    "isa", "batch_invariant", "allow_oversubscribe",
 )  # fmt: skip
 
 
@@ -107,8 +107,9 @@ def _check_enough(args: argparse.Namespace) -> None:
 
 
 def _run_rank(args: argparse.Namespace, run: RunConfig, world: World | None) -> int:
+    from fastdecode_hpc.bench.rank_speeds import measure_messages, measure_reading
     from fastdecode_hpc.bench.schedule_session import ScheduleSession
-    from fastdecode_hpc.calibrate.measure import Calibration, measure_messages, measure_reading
+    from fastdecode_hpc.calibrate.measure import Calibration
     from fastdecode_hpc.planner.profile import save_profile
 
     session = ScheduleSession(world)

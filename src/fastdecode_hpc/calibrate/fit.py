@@ -130,10 +130,3 @@ def fit_prompts(
     found = nonnegative_fit(np.array(columns), np.array(values))
     chunk_s, piece_s, token_s, pair_s = found.tolist()
     return chunk_s, piece_s, token_s, pair_s
-
-
-def fit_link(messages: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Latency in seconds and bytes/s of a link, from bytes and seconds of messages; the smallest comes first."""
-    latency = messages[0][1]
-    rates = [size / max(seconds - latency, 1e-12) for size, seconds in messages[1:]]
-    return latency, statistics.median(rates)

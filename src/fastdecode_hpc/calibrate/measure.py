@@ -7,18 +7,11 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from fastdecode_hpc.bench.schedule_session import ScheduleSession
 from fastdecode_hpc.calibrate.fit import PromptPoint
 from fastdecode_hpc.calibrate.samples import DecodePoint, DecodeSample, median_sample, sample_of
 from fastdecode_hpc.config import RunConfig
-
-if TYPE_CHECKING:
-    from fastdecode_hpc.transport.mpi import World
-
-READ_BYTES = 1 << 29  # of the buffer whose reading is timed, on each rank
-READ_ROUNDS, LINK_ROUNDS = 5, 20
 
 
 @dataclass(slots=True)
@@ -43,30 +36,6 @@ class Measured:
     prompts: dict[PromptPoint, float] = field(default_factory=dict)
     links: dict[int, list[tuple[int, float]]] = field(default_factory=dict)
     read_bandwidth: dict[int, float] = field(default_factory=dict)
-
-
-def measure_reading(world: World | None, num_threads: int) -> dict[int, float]:
-    """Bytes/s that each R-worker reads, all at the same time; collective, by rank at rank 0."""
-    from fastdecode_hpc.bench.measure import interleave
-    from fastdecode_hpc.bench.read_bandwidth import ReadLoops
-
-    mine = 0.0
-    if world is None or not world.is_s_rank:
-        loops = ReadLoops(READ_BYTES, num_threads)
-        mine = statistics.median(loops.best(interleave(loops.contenders, rounds=READ_ROUNDS))[1])
-    if world is None:
-        return {0: mine}
-    found = world.gather(mine, "read bandwidth")
-    return {rank: rate for rank, rate in enumerate(found or ()) if rank}
-
-
-def measure_messages(world: World | None) -> dict[int, list[tuple[int, float]]]:
-    """Seconds of messages between rank 0 and each other rank; collective, at rank 0."""
-    if world is None:
-        return {}
-    from fastdecode_hpc.transport.mpi_links import measure_links
-
-    return measure_links(world, LINK_ROUNDS) or {}
 
 
 class Calibration:

@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastdecode_hpc.calibrate.fit import NO_BYTES_RATE, fit_curve, fit_link, fit_prompts, fit_rates, fit_worker_curve
+from fastdecode_hpc.bench.rank_speeds import fit_link
+from fastdecode_hpc.calibrate.fit import NO_BYTES_RATE, fit_curve, fit_prompts, fit_rates, fit_worker_curve
 from fastdecode_hpc.calibrate.measure import Measured
 from fastdecode_hpc.config import RunConfig
 from fastdecode_hpc.model_shape import ModelConfig

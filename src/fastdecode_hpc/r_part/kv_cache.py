@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from fastdecode_hpc.mapped import huge_page_share
 from fastdecode_hpc.r_part.attention import make_cache_view
-from fastdecode_hpc.r_part.huge_pages import huge_page_share
 from fastdecode_hpc.schedule.kv_layout import KVLayout, LayerGroup
 
 HUGE_PAGE_BYTES = 2 << 20  # of x86-64, and of ARM with 4 KiB pages
@@ -50,6 +50,11 @@ def from_huge_page_border(memory: np.ndarray, num_bytes: int) -> np.ndarray:
     """The first `num_bytes` bytes of `memory`, uint8, that begin at a border between huge pages."""
     first = -memory.ctypes.data % HUGE_PAGE_BYTES
     return memory[first : first + num_bytes]
+
+
+def memory_span(memory: np.ndarray) -> tuple[int, int]:
+    """First address of a contiguous array, and one past its last."""
+    return memory.ctypes.data, memory.ctypes.data + memory.nbytes
 
 
 @dataclass(slots=True)
@@ -235,7 +240,7 @@ class KVPartition:
 
         Asks the kernel, which walks over all pages: milliseconds, more where pages are small.
         """
-        return huge_page_share([pool.arena for pool in self.pools])
+        return huge_page_share([memory_span(pool.arena) for pool in self.pools if pool.arena.nbytes])
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` unless every block is free or in exactly one table."""

@@ -23,6 +23,7 @@ def add_arguments(commands: Any) -> None:
     _add_export(actions)
     _add_rebuild(actions)
     _add_predict(actions)
+    _add_merge(actions)
 
 
 def _add_show(actions: Any) -> None:
@@ -72,6 +73,22 @@ def _add_predict(actions: Any) -> None:
     parser.add_argument("--profile", required=True, metavar="FILE|NAME", help="as of fastdecode plan")
     parser.add_argument("-o", "--out", type=Path, metavar="OUT.h5", help="a copy with it (default: the report itself)")
     parser.set_defaults(func=run_predict)
+
+
+def _add_merge(actions: Any) -> None:
+    parser = actions.add_parser("merge", help="put the parts of a sweep, of a job array's tasks, into one file")
+    parser.add_argument("files", type=Path, nargs="+", metavar="PART.h5")
+    parser.add_argument("-o", "--out", type=Path, required=True, metavar="SWEEP.h5")
+    parser.set_defaults(func=run_merge)
+
+
+def run_merge(args: argparse.Namespace, argv: Sequence[str]) -> int:
+    """``fastdecode report merge PART.h5 … -o SWEEP.h5``."""
+    from fastdecode_hpc.report.sweep import merge_sweeps
+    from fastdecode_hpc.report.sweep_text import format_sweep
+
+    print(format_sweep(*merge_sweeps(args.files, args.out)))
+    return 0
 
 
 def run_predict(args: argparse.Namespace, argv: Sequence[str]) -> int:

@@ -17,6 +17,7 @@ from fastdecode_hpc.report.schema import PROGRAM
 
 KIND, SWEEP_VERSION = "sweep", 1
 FIXED = "fixed"  # attribute: JSON of what is the same for all rows
+KEYS = "keys"  # attribute: JSON of the columns that tell one measurement from the others
 Row = dict[str, Any]  # text, whole numbers or floats; the same columns in all rows
 
 
@@ -53,7 +54,7 @@ class SweepFile:
     ) -> None:
         check_writable(path)
         self.path, self.units, self.keys = path, dict(units), tuple(keys)
-        self._attributes = {**attributes, FIXED: json.dumps(fixed)}
+        self._attributes = {**attributes, FIXED: json.dumps(fixed), KEYS: json.dumps(list(keys))}
         if path.exists():
             self._attributes = _read_attributes(path)
             _check_fixed(path, json.loads(self._attributes.get(FIXED, "{}")), fixed)
@@ -74,16 +75,54 @@ class SweepFile:
         return tuple(row[name] for name in self.keys)
 
     def _write(self) -> None:
-        partial = partial_name(self.path)
-        try:
-            with h5py.File(partial, "w") as file:
-                file.attrs.update({**self._attributes, "program": PROGRAM, "kind": KIND})
-                file.attrs["sweep_version"] = SWEEP_VERSION
-                for name, unit in self.units.items():
-                    _write_column(file, name, unit, [row[name] for row in self.rows])
-            put_in_place(partial, self.path)
-        finally:
-            partial.unlink(missing_ok=True)
+        _write_sweep(self.path, self.units, self.rows, self._attributes)
+
+
+def _write_sweep(path: Path, units: Mapping[str, str], rows: Sequence[Row], attributes: Mapping[str, Any]) -> None:
+    partial = partial_name(path)
+    try:
+        with h5py.File(partial, "w") as file:
+            file.attrs.update({**attributes, "program": PROGRAM, "kind": KIND})
+            file.attrs["sweep_version"] = SWEEP_VERSION
+            for name, unit in units.items():
+                _write_column(file, name, unit, [row[name] for row in rows])
+        put_in_place(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def merge_sweeps(paths: Sequence[Path], out: Path) -> tuple[list[Row], list[str]]:
+    """Put the rows of several parts of one sweep, of a job array's tasks, into one file.
+
+    Returns
+    -------
+    rows : list of dict
+    keys : list of str
+        Columns that tell one measurement from the others.
+
+    Raises
+    ------
+    ConfigError
+        If a part is no sweep, or of something else than the first, or two have the same measurement.
+    """
+    check_writable(out)
+    attributes, units = _read_attributes(paths[0]), _read_units(paths[0])
+    keys: list[str] = json.loads(attributes[KEYS])
+    rows: list[Row] = []
+    found: dict[tuple[Any, ...], Path] = {}
+    for path in paths:
+        _check_fixed(path, json.loads(_read_attributes(path)[FIXED]), json.loads(attributes[FIXED]))
+        for row in read_sweep(path, units):
+            key = tuple(row[name] for name in keys)
+            if key in found:
+                same = ", ".join(f"{name} {row[name]}" for name in keys)
+                raise ConfigError(f"{found[key]} and {path} have the same measurement ({same}); leave one of them out")
+            found[key] = path
+            rows.append(row)
+    hosts = sorted({str(_read_attributes(path).get("host", "")) for path in paths})
+    merged = {**attributes, "hosts": json.dumps(hosts), "parts": json.dumps([path.name for path in paths])}
+    _write_sweep(out, units, rows, merged)
+    return rows, keys
 
 
 def read_sweep(path: Path, units: Mapping[str, str] | None = None) -> list[Row]:
@@ -121,6 +160,14 @@ def _open(path: Path) -> Iterator[h5py.File]:
 def _read_attributes(path: Path) -> dict[str, Any]:
     with _open(path) as file:
         return dict(file.attrs)
+
+
+def _read_units(path: Path) -> dict[str, str]:
+    with _open(path) as file:
+        return {
+            name: "text" if h5py.check_string_dtype(data.dtype) is not None else str(data.attrs["units"])
+            for name, data in file["samples"].items()
+        }
 
 
 def _check_fixed(path: Path, known: Mapping[str, str], wanted: Mapping[str, str]) -> None:

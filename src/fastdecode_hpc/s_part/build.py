@@ -34,6 +34,12 @@ def device_memory(device: torch.device) -> tuple[str, int]:
     return found.name, found.total_memory
 
 
+def describe_gpu() -> tuple[str, int, str]:
+    """Name and bytes of memory of the GPU that the S-Part would take (empty and 0 without one), torch's version."""
+    name, num_bytes = device_memory(torch.device("cuda")) if torch.cuda.is_available() else ("", 0)
+    return name, num_bytes, torch.__version__
+
+
 def choose_dtype(name: str, device: torch.device, path: Path | None) -> str:
     """The S-Part's type; ``auto``: fp32 on a CPU, the checkpoint's own on a GPU (without one: bf16)."""
     if name != "auto":

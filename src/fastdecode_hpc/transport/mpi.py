@@ -78,9 +78,20 @@ def _install_abort_hook(world: World) -> None:
     threading.excepthook = lambda args: hook(args.exc_type, args.exc_value or args.exc_type(), args.exc_traceback)
 
 
+def library_description() -> str:
+    """What the MPI library says about itself; known before MPI starts."""
+    return str(MPI.Get_library_version()).strip("\0\n ")
+
+
 def library_version() -> str:
-    """First line of the MPI library's own description."""
-    return str(MPI.Get_library_version()).split("\n")[0].strip().rstrip("\0")
+    """First line of that."""
+    return library_description().split("\n")[0].strip().rstrip("\0")
+
+
+def thread_level() -> str:
+    """What MPI lets the threads of this process do: SINGLE, FUNNELED, SERIALIZED or MULTIPLE."""
+    names = ("SINGLE", "FUNNELED", "SERIALIZED", "MULTIPLE")
+    return next(name for name in names if getattr(MPI, f"THREAD_{name}") == MPI.Query_thread())
 
 
 class World:
