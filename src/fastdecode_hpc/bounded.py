@@ -24,8 +24,8 @@ def run_bounded(work: Callable[[], _T], *, seconds: float, memory_bytes: int) ->
     seconds : float
         Longest time. Interrupts between two steps of Python and in the main thread only: not inside a call of C code.
     memory_bytes : int
-        Most memory that the process may take on meanwhile, where the system tells its size (Linux); what it holds in
-        reserve (`host.keep_freed_memory`) comes on top.
+        Most memory that the process may take on meanwhile, where the system tells its size (Linux). What it has been
+        given before and keeps in reserve (`host.keep_freed_memory`) is not new to it.
 
     Raises
     ------

@@ -63,7 +63,7 @@ def test_a_comparison_with_llamacpp_needs_its_package_and_a_gguf_file(
 
 
 def test_an_instruction_set_of_another_processor_is_refused(capsys, monkeypatch) -> None:
-    monkeypatch.setattr("fastdecode_hpc.r_part.attention.available_isas", lambda: ("scalar",))
+    monkeypatch.setattr("fastdecode_hpc.isa.available_isas", lambda: ("scalar",))
     assert run_command(["bench", "kernel", "--isa", "avx2"]) == 2
     assert "instruction set 'avx2' is not available; here are: scalar" in capsys.readouterr().err
 

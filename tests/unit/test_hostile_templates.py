@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import resource
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -183,9 +185,15 @@ def test_errors_of_the_work_come_out() -> None:
 
 
 def test_memory_over_the_bound_is_refused() -> None:
-    with pytest.raises(MemoryError):
-        run_bounded(lambda: bytearray(256 * MIB), seconds=10, memory_bytes=128 * MIB)
-    assert len(bytearray(256 * MIB)) == 256 * MIB
+    program = f"""
+from fastdecode_hpc.bounded import run_bounded
+try:
+    run_bounded(lambda: bytearray({256 * MIB}), seconds=10, memory_bytes={128 * MIB})
+except MemoryError:
+    print("refused", len(bytearray({256 * MIB})))
+"""  # in a process that holds nothing in reserve
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["refused", str(256 * MIB)]
 
 
 def test_an_interruption_that_is_swallowed_comes_again() -> None:
