@@ -17,9 +17,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from fastdecode_hpc.bench.rank_speeds import measure_messages, measure_reading
 from fastdecode_hpc.bench.schedule_session import ScheduleSession
 from fastdecode_hpc.calibrate.fit import PromptPoint
-from fastdecode_hpc.calibrate.measure import Calibration, Measured, measure_messages, measure_reading, spread
+from fastdecode_hpc.calibrate.measure import Calibration, Measured, spread
 from fastdecode_hpc.calibrate.profile_maker import make_profile, predict_step
 from fastdecode_hpc.calibrate.samples import DecodePoint, DecodeSample
 from fastdecode_hpc.config import RunConfig

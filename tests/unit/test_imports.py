@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import fastdecode_hpc
 
 PACKAGE = Path(fastdecode_hpc.__file__).parent
+ROOT = Path(__file__).parents[2]
 
 
 def run_time_nodes(tree: ast.AST):
@@ -78,3 +82,15 @@ def test_every_module_is_named_in_the_architecture_page() -> None:
         name = path.relative_to(PACKAGE).as_posix()
         if path.name not in ("__init__.py", "__main__.py"):
             assert f"`{name}`" in page, f"docs/architecture.md does not name {name}"
+
+
+@pytest.mark.parametrize("program", sorted((ROOT / "benchmarks").rglob("*.py")), ids=lambda path: path.name)
+def test_what_a_benchmark_imports_of_the_program_is_there(program: Path) -> None:
+    for node in ast.walk(ast.parse(program.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("fastdecode_hpc"):
+            if node.module == "fastdecode_hpc.bench.peers_llamacpp":
+                continue  # needs a package that is in a peer's environment only
+            module = importlib.import_module(node.module)
+            for name in node.names:
+                if not hasattr(module, name.name):
+                    importlib.import_module(f"{node.module}.{name.name}")
