@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -22,6 +23,10 @@ class Cell(NamedTuple):
     @property
     def prompt_len(self) -> int:
         return self.context - self.new_tokens // 2
+
+    def most_tokens(self, step_tokens: int) -> int:
+        """Tokens that a sequence must be allowed where a step takes so many prompt tokens: others start later."""
+        return self.new_tokens + math.ceil(self.batch * self.prompt_len / step_tokens) + 1
 
     def prompts(self, vocab_size: int, count: int | None = None) -> list[list[int]]:
         """Random prompts, the same for every peer: the first `count` of the batch, by default all.

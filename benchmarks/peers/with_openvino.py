@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import openvino as ov
 import openvino_genai as genai
@@ -23,9 +21,8 @@ def load(model: dict[str, str], threads: int):
     vocab_size = int(model["vocab_size"])
 
     def run_cell(cell: Cell) -> Answer:
-        extra = math.ceil(cell.batch * cell.prompt_len / MAX_TOKENS) + 1  # prompts that start later
         config = genai.GenerationConfig(
-            max_new_tokens=cell.new_tokens + extra, ignore_eos=True, do_sample=False, eos_token_id=-1
+            max_new_tokens=cell.most_tokens(MAX_TOKENS), ignore_eos=True, do_sample=False, eos_token_id=-1
         )
         prompts, clock = cell.prompts(vocab_size), StepClock(cell)
         handles = [

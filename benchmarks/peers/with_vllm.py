@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
@@ -25,8 +24,9 @@ def load(model: dict[str, str], threads: int):
     engine, vocab_size = llm.llm_engine, int(model["vocab_size"])
 
     def run_cell(cell: Cell) -> Answer:
-        extra = math.ceil(cell.batch * cell.prompt_len / MAX_TOKENS) + 1  # prompts that start later
-        params = SamplingParams(max_tokens=cell.new_tokens + extra, ignore_eos=True, temperature=0.0, detokenize=False)
+        params = SamplingParams(
+            max_tokens=cell.most_tokens(MAX_TOKENS), ignore_eos=True, temperature=0.0, detokenize=False
+        )
         prompts, clock, begun, first, done = cell.prompts(vocab_size), StepClock(cell), set(), [], False
         for index, prompt in enumerate(prompts):
             engine.add_request(str(index), {"prompt_token_ids": prompt}, params)

@@ -94,9 +94,10 @@ def make_profile(
         ),
         r_parts=tuple(parts),
         network=NetworkProfile(s_bytes_per_s=max(part.link_bytes_per_s for part in parts)),
+        notes=doubts(parts),
         machine=machine,
     )
-    return _with_residuals(dataclasses.replace(profile, notes=doubts(parts)), run, measured)
+    return _with_residuals(profile, run, measured)
 
 
 def doubts(parts: Sequence[RPartProfile]) -> tuple[str, ...]:

@@ -131,16 +131,15 @@ class Costs:
 
     def s_layer(self, num_rows: int) -> float:
         """Seconds of both halves of a layer."""
-        experts = self.model.experts
-        if experts == self.profile.model.experts:
-            return self.profile.s_part.launch_s + self._growing_s(num_rows) * self._layer_scale
-        return self.profile.s_part.launch_s + self._mixture_s(num_rows, experts)
+        experts, launch_s = self.model.experts, self.profile.s_part.launch_s
+        if experts in (None, self.profile.model.experts) or not num_rows:
+            return launch_s + self._growing_s(num_rows) * self._layer_scale
+        assert experts is not None
+        return launch_s + self._mixture_s(num_rows, experts)
 
-    def _mixture_s(self, num_rows: int, experts: Experts | None) -> float:
+    def _mixture_s(self, num_rows: int, experts: Experts) -> float:
         """What grows with the model where the profile's has other experts: rows dealt out evenly, one after another."""
         model, weights = self.model, self.profile.model.active_weights
-        if experts is None or not num_rows:
-            return self._growing_s(num_rows) * self._layer_scale
         passes = num_rows * experts.per_token
         used = min(experts.count, passes)
         mixture = used * self._growing_s(passes / used) * model.mlp_weights
@@ -188,7 +187,7 @@ class Costs:
     def chunk_s(self, pieces: Sequence[Piece]) -> float:
         """Seconds of a chunk of prompts in one layer."""
         s_part, (_, _, tokens, pairs) = self.profile.s_part, chunk_counts(pieces)
-        growing = tokens * s_part.chunk_token_s if s_part.has_chunks else self._chunk_by_rows(tokens)
+        growing = tokens * s_part.chunk_token_s if s_part.has_chunks else self._growing_s(tokens)
         heads = self.model.q_size / self.profile.model.q_size
         fixed = s_part.chunk_s + len(pieces) * s_part.chunk_piece_s
         return fixed + growing * self._layer_scale + pairs * s_part.chunk_pair_s * heads
@@ -205,10 +204,6 @@ class Costs:
     def store_s(self, worker: int, num_bytes: float) -> float:
         """Seconds in which an R-worker puts arrived K and V away."""
         return num_bytes / float(self._bytes_per_s[worker])
-
-    def _chunk_by_rows(self, tokens: int) -> float:
-        """Where no prefill was measured: tokens are rows."""
-        return self._growing_s(tokens)
 
     def _attention(self, group: LayerGroup, read_bytes: Floats, rows: Floats) -> Floats:
         seconds = self._call_s + rows * group.num_kv_heads * self._pair_s + read_bytes / self._bytes_per_s
