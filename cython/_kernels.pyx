@@ -440,5 +440,6 @@ cdef inline void finish_pair(const Kernels* kernels, const AttendArgs* args, con
 
 
 include "row_ops.pxi"
+include "prompt_attention.pxi"
 include "threads.pxi"
 include "read_bandwidth.pxi"

@@ -47,6 +47,23 @@ cdef extern from "kernels/kernels.h" namespace "fastdecode" nogil:
         int32_t num_kv_heads
         int32_t wire_dtype
 
+    cdef struct PromptArgs:
+        const char* queries
+        const char* keys
+        const char* values
+        char* out
+        int64_t query_row_bytes
+        int64_t key_row_bytes
+        int64_t value_row_bytes
+        int64_t out_row_bytes
+        int64_t start
+        int64_t window
+        int32_t group_size
+        int32_t head_dim
+        int32_t dtype
+        float scale
+        float softcap
+
     cdef struct Kernels:
         const char* name
         void (*attend_span)(const AttendArgs&, const Span&, const Span*, float*, float*) noexcept nogil
@@ -59,9 +76,11 @@ cdef extern from "kernels/kernels.h" namespace "fastdecode" nogil:
         void (*swiglu)(const void*, void*, int32_t, int64_t) noexcept nogil
         void (*rotate)(void*, const float*, int32_t, int64_t, int64_t, int64_t) noexcept nogil
         int64_t (*to_wire)(const void*, int32_t, void*, int32_t, int64_t) noexcept nogil
+        void (*attend_prompt)(const PromptArgs&, int64_t, int64_t, int64_t, float*) noexcept nogil
 
     int64_t token_bytes(int32_t, int32_t)
     int64_t partial_floats(int32_t, int32_t)
     int64_t workspace_floats(int32_t, int32_t)
+    int64_t prompt_workspace_floats(int64_t, int32_t, int32_t)
     int num_available()
     const Kernels* available(int)

@@ -56,6 +56,14 @@ void for_head_runs(int num_heads, F f) {
   if (num_heads - head == 1) f(Count<1>{}, head);
 }
 
+// Calls f(Count<vecs>{}, first) for `num_vecs` vectors, `most` at once where so many are left.
+template <int most, class F>
+void for_vecs(int num_vecs, F f) {
+  int vec = 0;
+  for (; vec + most <= num_vecs; vec += most) f(Count<most>{}, vec);
+  for (; vec < num_vecs; ++vec) f(Count<1>{}, vec);
+}
+
 // Asks for the memory of what comes next a few lines at a time, so that it arrives while this is computed: V while K is
 // scored, K of the next tile while V is added.
 class Fetcher {

@@ -6,6 +6,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "prompt_attention.inl.h"
 #include "quantised_tile.inl.h"
 #include "read_loops.inl.h"
 #include "row_ops.inl.h"
@@ -125,14 +126,6 @@ TileScales load_tile_scales(const Tile& tile, const LayerView& layer, std::int64
     }
   }
   return {scales, minimums};
-}
-
-// Calls f(Count<vecs>{}, first) for `num_vecs` vectors, `most` at once where so many are left.
-template <int most, class F>
-void for_vecs(int num_vecs, F f) {
-  int vec = 0;
-  for (; vec + most <= num_vecs; vec += most) f(Count<most>{}, vec);
-  for (; vec < num_vecs; ++vec) f(Count<1>{}, vec);
 }
 
 // Scores of one tile for all query heads, into workspace.weights.
@@ -424,7 +417,7 @@ void exp_values(const float* source, float* target, std::int64_t count) {
 
 constexpr fastdecode::Kernels make_kernels(const char* name) {
   return {name, attend_span, finish_row, store_row, convert, exp_values, read_loop, rms_norm, swiglu,
-          rotate, to_wire};
+          rotate, to_wire, attend_prompt};
 }
 
 }  // namespace

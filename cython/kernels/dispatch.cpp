@@ -75,6 +75,13 @@ std::int64_t workspace_floats(std::int32_t group_size, std::int32_t head_dim) {
   return queries + weights + scales + round_to_line(head_dim) + partial_floats(group_size, head_dim);
 }
 
+// As `PromptWorkspace` takes it.
+std::int64_t prompt_workspace_floats(std::int64_t num_queries, std::int32_t group_size, std::int32_t head_dim) {
+  const std::int64_t rows = (num_queries * group_size + kMaxPanelRows - 1) / kMaxPanelRows * kMaxPanelRows;
+  return 2 * round_to_line(rows * head_dim) + 3 * round_to_line(rows) + round_to_line(kTileTokens * kMaxPanelRows) +
+         2 * round_to_line(std::int64_t{kTileTokens} * head_dim);
+}
+
 int num_available() { return table().count; }
 
 const Kernels* available(int index) { return table().entries[index]; }

@@ -83,6 +83,25 @@ struct StoreArgs {
   std::int32_t wire_dtype;  // of rows
 };
 
+// Causal attention of consecutive tokens of one sequence: query i, at position start + i, sees the keys up to its own.
+struct PromptArgs {
+  const char* queries;  // [num_queries, num_heads, head_dim], `query_row_bytes` from row to row, and so on
+  const char* keys;     // [start + num_queries, num_kv_heads, head_dim]
+  const char* values;   // as keys
+  char* out;            // as queries
+  std::int64_t query_row_bytes;
+  std::int64_t key_row_bytes;
+  std::int64_t value_row_bytes;
+  std::int64_t out_row_bytes;
+  std::int64_t start;
+  std::int64_t window;      // keys that a query sees, its own included; 0: all
+  std::int32_t group_size;  // query heads of one KV head
+  std::int32_t head_dim;
+  std::int32_t dtype;  // of all four: float, half or bfloat16
+  float scale;         // of the scores
+  float softcap;       // as in AttendArgs
+};
+
 // Bytes of one token's K (or V) of one KV head, scales included.
 std::int64_t token_bytes(std::int32_t dtype, std::int32_t head_dim);
 
@@ -92,6 +111,10 @@ std::int64_t token_bytes(std::int32_t dtype, std::int32_t head_dim);
 // `partial_floats` and `workspace_floats` give the room that the kernels need, in floats.
 std::int64_t partial_floats(std::int32_t group_size, std::int32_t head_dim);
 std::int64_t workspace_floats(std::int32_t group_size, std::int32_t head_dim);
+
+// The same for `attend_prompt` of that many queries.
+constexpr int kMaxPanelRows = 48;  // rows that lie together there, at most
+std::int64_t prompt_workspace_floats(std::int64_t num_queries, std::int32_t group_size, std::int32_t head_dim);
 
 // All functions are pure apart from the memory they are told to write, so they may run in any number of
 // threads at once, each with its own workspace (64-byte aligned).
@@ -113,7 +136,7 @@ struct Kernels {
   // 3 to 5 do the same with prefetches.
   float (*read_loop)(const float* data, std::int64_t count, int variant);
   // The rest is the S-Part's: one row at a time, of float, half or bfloat16, computed in float. No alignment is
-  // assumed, and all instruction sets give the same bits.
+  // assumed, and all instruction sets give the same bits, attention excepted.
   // Root-mean-square norm of `count` values, rounded, times weights of the same type.
   void (*rms_norm)(const void* row, const void* weights, void* target, std::int32_t dtype, std::int64_t count,
                    float eps);
@@ -126,6 +149,9 @@ struct Kernels {
   // Convert any number of values, as `convert` does; how many finite ones were beyond the target's range.
   std::int64_t (*to_wire)(const void* source, std::int32_t source_dtype, void* target, std::int32_t target_dtype,
                           std::int64_t count);
+  // Attention of queries [first, stop) with one KV head.
+  void (*attend_prompt)(const PromptArgs& args, std::int64_t head, std::int64_t first, std::int64_t stop,
+                        float* workspace);
 };
 
 // Instruction sets that this build has and this processor can run, slowest first.

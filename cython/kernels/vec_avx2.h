@@ -113,4 +113,8 @@ Vec zero_below(Vec x, float limit, Vec value) {
   return {_mm256_andnot_ps(_mm256_cmp_ps(x.v, _mm256_set1_ps(limit), _CMP_LT_OQ), value.v)};
 }
 
+Vec choose_below(Vec x, float limit, Vec a, Vec b) {
+  return {_mm256_blendv_ps(b.v, a.v, _mm256_cmp_ps(x.v, _mm256_set1_ps(limit), _CMP_LT_OQ))};
+}
+
 }  // namespace

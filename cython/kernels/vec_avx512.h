@@ -153,4 +153,8 @@ Vec zero_below(Vec x, float limit, Vec value) {
   return {_mm512_maskz_mov_ps(keep, value.v)};
 }
 
+Vec choose_below(Vec x, float limit, Vec a, Vec b) {
+  return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(x.v, _mm512_set1_ps(limit), _CMP_LT_OQ), b.v, a.v)};
+}
+
 }  // namespace

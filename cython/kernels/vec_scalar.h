@@ -21,6 +21,7 @@
 //   saturate(x, limit): finite x clamped to +-limit, infinities and NaN kept
 //   exp2_from_magic(t): 2^n for t = n + kRoundMagic
 //   zero_below(x, limit, value): 0 where x < limit, else value
+//   choose_below(x, limit, a, b): a where x < limit, else b
 #pragma once
 
 #include <cstdint>
@@ -144,5 +145,7 @@ int count_between(Vec x, float low, float high) {
 Vec exp2_from_magic(Vec t) { return {(Floats)(((Bits)t.v + 127u) << 23)}; }
 
 Vec zero_below(Vec x, float limit, Vec value) { return {(Floats)((Bits)value.v & ~(Bits)(x.v < limit))}; }
+
+Vec choose_below(Vec x, float limit, Vec a, Vec b) { return {x.v < limit ? a.v : b.v}; }
 
 }  // namespace

@@ -54,6 +54,32 @@ def to_wire(
     num_threads: int,
 ) -> None: ...
 
+def attend_prompt(
+    scratch: Scratch,
+    queries: int,
+    query_row_bytes: int,
+    num_queries: int,
+    keys: int,
+    key_row_bytes: int,
+    values: int,
+    value_row_bytes: int,
+    out: int,
+    out_row_bytes: int,
+    start: int,
+    num_kv_heads: int,
+    group_size: int,
+    head_dim: int,
+    dtype: int,
+    window: int,
+    scale: float,
+    softcap: float,
+    task_queries: int,
+    num_threads: int,
+) -> None: ...
+
+class Scratch:
+    def __init__(self) -> None: ...
+
 class CacheView:
     num_layers: int
     num_kv_heads: int

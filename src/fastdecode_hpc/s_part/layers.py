@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastdecode_hpc.s_part import row_kernels
+from fastdecode_hpc.s_part import prompt_attention, row_kernels
 
 # A norm: of the last dimension of a tensor, by its weights (and biases), with what is added to the variance.
 # On a CPU torch's own activations take scalar functions for the last elements of each thread's share and vector ones
@@ -137,13 +137,16 @@ def causal_attention(
     Tensor
         ``[num_queries, num_heads, head_dim]``
     """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if prompt_attention.take(q, k, v):
+        return prompt_attention.attend(q, k, v, start, window, scale, cap)
     first = 0 if window is None else max(0, start - window + 1)  # keys before it are out of every window
     num_keys = k.shape[0] - first
     is_square = start == 0 and (window is None or num_keys <= window)
     seen = None if is_square and cap is None else _visible(q.shape[0], num_keys, start - first, window, q.device)
     if cap is not None:
         assert seen is not None
-        return _capped_attention(q, k[first:], v[first:], seen, q.shape[-1] ** -0.5 if scale is None else scale, cap)
+        return _capped_attention(q, k[first:], v[first:], seen, scale, cap)
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None],  # [1, num_heads, num_queries, head_dim]
         k[first:].transpose(0, 1)[None],

@@ -48,7 +48,7 @@ class Prefill:
         self.prompts = prompts
         self.cast = cast
         self._chunks: dict[int, _Chunk] = {}  # of the batch that passes the layers, by number
-        self._keys: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # one layer's, by sequence
+        self._kv: dict[int, torch.Tensor] = {}  # one layer's rows [k|v] of a whole prompt, by sequence
 
     def segments(self, units: Iterable[Unit]) -> list[Segment]:
         """K and V that running these units will send, in order."""
@@ -89,14 +89,23 @@ class Prefill:
         return self.device.put(torch.tensor(values, dtype=torch.int64))
 
     def _attend(self, unit: Unit, piece: Piece, qkv: torch.Tensor) -> torch.Tensor:
-        config, seq_id = self.s_part.config, piece.seq.seq_id
-        q, k, v = qkv.split([config.q_size, config.kv_size, config.kv_size], dim=-1)
-        if piece.start:
-            old_k, old_v = self._keys.pop(seq_id)
-            k, v = torch.cat([old_k, k]), torch.cat([old_v, v])
-        if piece.stop < piece.seq.prompt_len:
-            self._keys[seq_id] = (k, v)
+        config = self.s_part.config
+        q, kv = qkv.split([config.q_size, 2 * config.kv_size], dim=-1)
+        k, v = self._kept(unit, piece, kv).split(config.kv_size, dim=-1)
         return self.s_part.prefill_attention(unit.layer, q, k, v, piece.start)
+
+    def _kept(self, unit: Unit, piece: Piece, kv: torch.Tensor) -> torch.Tensor:
+        """Rows ``[k|v]`` of the prompt up to this piece; they stay for the pieces after it."""
+        seq, start, stop = piece
+        if piece.num_tokens == seq.prompt_len:
+            return kv
+        if seq.seq_id not in self._kv:
+            self._kv[seq.seq_id] = kv.new_empty(seq.prompt_len, kv.shape[1])
+        rows = self._kv[seq.seq_id]
+        rows[start:stop] = kv
+        if unit.is_last_layer and stop == seq.prompt_len:
+            del self._kv[seq.seq_id]
+        return rows[:stop]
 
     def _send(self, unit: Unit, kv: tuple[torch.Tensor, ...]) -> None:
         """Send each owner its segments' rows in one message."""

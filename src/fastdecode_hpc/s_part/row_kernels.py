@@ -14,16 +14,17 @@ from torch import Tensor
 from fastdecode_hpc import _kernels
 from fastdecode_hpc.isa import choose_isa
 
-_DTYPES = {
+DTYPES = {
     torch.float32: _kernels.DTYPES["fp32"],
     torch.float16: _kernels.DTYPES["fp16"],
     torch.bfloat16: _kernels.DTYPES["bf16"],
 }
+"""What the kernels take, by the names they have there."""
 
 
 def take(x: Tensor, *num_dims: int) -> bool:
     """Whether a kernel for this many dimensions can work on `x`; the last one's values must lie next to each other."""
-    return x.is_cpu and x.dtype in _DTYPES and x.dim() in num_dims and x.stride(-1) == 1
+    return x.is_cpu and x.dtype in DTYPES and x.dim() in num_dims and x.stride(-1) == 1
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -49,7 +50,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     choose_isa()
     _kernels.rms_norm(
         x.data_ptr(), x.shape[0] * inner, max(inner, 1), x.stride(0) * item, x.stride(-2) * item, weight.data_ptr(),
-        out.data_ptr(), _DTYPES[x.dtype], size, eps, torch.get_num_threads(),
+        out.data_ptr(), DTYPES[x.dtype], size, eps, torch.get_num_threads(),
     )  # fmt: skip
     return out
 
@@ -62,7 +63,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     choose_isa()
     _kernels.swiglu(
         gate_up.data_ptr(), num_rows, gate_up.stride(0) * gate_up.element_size(), out.data_ptr(),
-        _DTYPES[gate_up.dtype], size, torch.get_num_threads(),
+        DTYPES[gate_up.dtype], size, torch.get_num_threads(),
     )  # fmt: skip
     return out
 
@@ -76,7 +77,7 @@ def rotate_(x: Tensor, rows: Tensor) -> None:
     choose_isa()
     _kernels.rotate(
         x.data_ptr(), num_rows, x.stride(0) * x.element_size(), num_heads, x.stride(1), rows.data_ptr(), pairs,
-        _DTYPES[x.dtype], torch.get_num_threads(),
+        DTYPES[x.dtype], torch.get_num_threads(),
     )  # fmt: skip
 
 
@@ -94,7 +95,7 @@ def to_wire(values: Tensor, target: Tensor, num_saturated: Tensor) -> None:
     assert num_saturated.is_cpu and num_saturated.dtype == torch.int64
     choose_isa()
     _kernels.to_wire(
-        values.data_ptr(), values.shape[0], values.stride(0) * values.element_size(), _DTYPES[values.dtype],
-        target.data_ptr(), target.stride(0) * target.element_size(), _DTYPES[target.dtype], values.shape[1],
+        values.data_ptr(), values.shape[0], values.stride(0) * values.element_size(), DTYPES[values.dtype],
+        target.data_ptr(), target.stride(0) * target.element_size(), DTYPES[target.dtype], values.shape[1],
         num_saturated.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
