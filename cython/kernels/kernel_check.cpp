@@ -203,6 +203,39 @@ struct Problem {
   }
 };
 
+double within_wire(double x, std::int32_t dtype) {
+  return dtype == kFloat16 ? std::fmax(-65504.0, std::fmin(65504.0, x)) : x;
+}
+
+// Half a unit in the last place of the output's type.
+double wire_error(double x, std::int32_t dtype) {
+  if (dtype == kFloat32) return 0;
+  return dtype == kFloat16 ? std::fabs(x) * 0x1p-11 + 0x1p-25 : std::fabs(x) * 0x1p-8 + 0x1p-134;
+}
+
+// fp32 may turn what is infinite in double into NaN (a weight that has become 0), never into a number.
+std::string compare(double got, double expected, double tolerance) {
+  const bool good = std::isfinite(expected) ? std::fabs(got - expected) <= tolerance : !std::isfinite(got);
+  if (good) return "";
+  char text[120];
+  std::snprintf(text, sizeof text, ": %.9g instead of %.9g, off by %.2g, allowed %.2g", got, expected,
+                std::fabs(got - expected), tolerance);
+  return text;
+}
+
+// Outputs of one query head from item `first` on.
+std::string check_outputs(const std::vector<char>& out, std::int64_t first, std::int32_t dtype,
+                          const plain::Attention& expected) {
+  for (std::size_t d = 0; d < expected.out.size(); ++d) {
+    const double got = plain::float_item(out.data(), first + static_cast<std::int64_t>(d), dtype);
+    const double exact = std::isfinite(expected.out[d]) ? within_wire(expected.out[d], dtype) : expected.out[d];
+    const double rounding = std::fmax(wire_error(exact, dtype), wire_error(got, dtype));
+    const std::string wrong = compare(got, exact, expected.tolerance[d] + rounding);
+    if (!wrong.empty()) return ", output " + std::to_string(d) + wrong;
+  }
+  return "";
+}
+
 // One problem on one instruction set. Functions return what is wrong, or an empty text.
 class Check {
  public:
@@ -360,33 +393,10 @@ class Check {
 
   std::string check_head(int row, int query_head, const plain::Attention& expected) const {
     const std::int64_t index = std::int64_t{row} * problem_.num_heads() + query_head;
-    for (int d = 0; d < c_.head_dim; ++d) {
-      const double got = plain::float_item(out_.data(), index * c_.head_dim + d, c_.wire_dtype);
-      const double exact = std::isfinite(expected.out[d]) ? within_wire(expected.out[d]) : expected.out[d];
-      const std::string wrong = compare(got, exact, expected.tolerance[d] + std::fmax(wire_error(exact), wire_error(got)));
-      if (!wrong.empty()) return ", output " + std::to_string(d) + wrong;
-    }
+    const std::string wrong_output = check_outputs(out_, index * c_.head_dim, c_.wire_dtype, expected);
+    if (!wrong_output.empty()) return wrong_output;
     const std::string wrong = compare(lse_[index], expected.lse, expected.lse_tolerance);
     return wrong.empty() ? wrong : ", lse" + wrong;
-  }
-
-  double within_wire(double x) const {
-    return c_.wire_dtype == kFloat16 ? std::fmax(-65504.0, std::fmin(65504.0, x)) : x;
-  }
-  // Half a unit in the last place of the output's type.
-  double wire_error(double x) const {
-    if (c_.wire_dtype == kFloat32) return 0;
-    return c_.wire_dtype == kFloat16 ? std::fabs(x) * 0x1p-11 + 0x1p-25 : std::fabs(x) * 0x1p-8 + 0x1p-134;
-  }
-
-  // fp32 may turn what is infinite in double into NaN (a weight that has become 0), never into a number.
-  static std::string compare(double got, double expected, double tolerance) {
-    const bool good = std::isfinite(expected) ? std::fabs(got - expected) <= tolerance : !std::isfinite(got);
-    if (good) return "";
-    char text[120];
-    std::snprintf(text, sizeof text, ": %.9g instead of %.9g, off by %.2g, allowed %.2g", got, expected,
-                  std::fabs(got - expected), tolerance);
-    return text;
   }
 
   const Kernels& kernels_;
@@ -398,14 +408,118 @@ class Check {
   std::vector<float> lse_;
 };
 
+// Causal attention of a prompt's queries, of the shapes of a case but for those here.
+class PromptCheck {
+ public:
+  PromptCheck(const Case& config, Random& random) : c_(config) {
+    c_.head_dim = random.one_in(2) ? random.between(1, 70) : 16 * random.between(1, 16);
+    num_queries_ = random.one_in(4) ? random.between(1, 90) : random.between(1, 20);
+    start_ = random.one_in(3) ? 0 : random.upto(150);
+    scale_ = 1.0f / std::sqrt(static_cast<float>(c_.head_dim));
+    softcap_ = random.one_in(4) ? 5.0f : 0.0f;
+    for (std::int64_t i = 0; i < num_queries_ * query_items(); ++i) queries_.push_back(wire_value(random, c_, 1, true));
+    for (std::int64_t i = 0; i < (start_ + num_queries_) * 2 * key_items(); ++i) {
+      rows_.push_back(wire_value(random, c_, 1, false));
+    }
+    for (int i = 0; i < 4; ++i) checked_.push_back(random.upto(num_queries_ - 1));
+    for (const int query : checked_) {
+      for (int h = 0; h < num_heads(); ++h) expected_.push_back(exact(query, h));
+    }
+  }
+
+  std::string describe() const {
+    return "prompt: queries " + std::to_string(num_queries_) + " from " + std::to_string(start_) + " on, head_dim " +
+           std::to_string(c_.head_dim) + ", soft-cap " + std::to_string(softcap_);
+  }
+
+  // All queries at once are right, and have the same bits one by one.
+  std::string run(const Kernels& kernels) const {
+    const std::vector<char> all = attend(kernels, num_queries_), one = attend(kernels, 1);
+    for (std::size_t i = 0; i < expected_.size(); ++i) {
+      const int query = checked_[i / num_heads()], head = static_cast<int>(i % num_heads());
+      const std::string wrong =
+          check_outputs(all, query * query_items() + std::int64_t{head} * c_.head_dim, c_.wire_dtype, expected_[i]);
+      if (!wrong.empty()) return "prompt's query " + std::to_string(query) + ", head " + std::to_string(head) + wrong;
+    }
+    // Which NaN an operation keeps is the compiler's choice.
+    for (std::int64_t i = 0; i < num_queries_ * query_items(); ++i) {
+      const double a = plain::float_item(all.data(), i, c_.wire_dtype);
+      const double b = plain::float_item(one.data(), i, c_.wire_dtype);
+      if (!plain::same(a, b)) return "prompt: other bits for query " + std::to_string(i / query_items()) + " alone";
+    }
+    return "";
+  }
+
+ private:
+  int num_heads() const { return c_.num_kv_heads * c_.group_size; }
+  std::int64_t query_items() const { return std::int64_t{num_heads()} * c_.head_dim; }
+  std::int64_t key_items() const { return std::int64_t{c_.num_kv_heads} * c_.head_dim; }
+
+  std::vector<char> attend(const Kernels& kernels, int task) const {
+    const std::int64_t item = wire_bytes(c_.wire_dtype);
+    const std::vector<char> queries = on_wire(queries_, c_.wire_dtype), rows = on_wire(rows_, c_.wire_dtype);
+    std::vector<char> out(queries.size(), '\xff');
+    PromptArgs args = {};
+    args.queries = queries.data();
+    args.keys = rows.data();
+    args.values = rows.data() + key_items() * item;
+    args.out = out.data();
+    args.query_row_bytes = args.out_row_bytes = query_items() * item;
+    args.key_row_bytes = args.value_row_bytes = 2 * key_items() * item;
+    args.start = start_;
+    args.window = c_.window;
+    args.group_size = c_.group_size;
+    args.head_dim = c_.head_dim;
+    args.dtype = c_.wire_dtype;
+    args.scale = scale_;
+    args.softcap = softcap_;
+    const Floats workspace = make_floats(prompt_workspace_floats(task, c_.group_size, c_.head_dim));
+    for (int first = 0; first < num_queries_; first += task) {
+      const int stop = std::min(first + task, num_queries_);
+      for (int head = 0; head < c_.num_kv_heads; ++head) kernels.attend_prompt(args, head, first, stop, workspace.get());
+    }
+    return out;
+  }
+
+  // K or V of a head at the tokens that a query sees.
+  std::vector<Numbers> seen(int query, int head, int part) const {
+    const int position = start_ + query, first = c_.window ? std::max(0, position + 1 - c_.window) : 0;
+    std::vector<Numbers> result;
+    for (int t = first; t <= position; ++t) {
+      const float* x = rows_.data() + (t * 2 + part) * key_items() + std::int64_t{head} * c_.head_dim;
+      Numbers numbers;
+      for (int d = 0; d < c_.head_dim; ++d) numbers.push_back({x[d], std::fabs(x[d]), 0});
+      result.push_back(numbers);
+    }
+    return result;
+  }
+
+  plain::Attention exact(int query, int head) const {
+    const float* x = queries_.data() + query * query_items() + std::int64_t{head} * c_.head_dim;
+    const int kv_head = head / c_.group_size;
+    return plain::attend(std::vector<double>(x, x + c_.head_dim), seen(query, kv_head, 0), seen(query, kv_head, 1),
+                         scale_, softcap_);
+  }
+
+  Case c_;
+  int num_queries_, start_;
+  float scale_, softcap_;
+  std::vector<float> queries_, rows_;  // rows: [start + num_queries, (K, V), num_kv_heads, head_dim]
+  std::vector<int> checked_;           // queries
+  std::vector<plain::Attention> expected_;
+};
+
 // Empty, or the instruction set and what is wrong.
 std::string run_case(std::uint64_t seed, std::string& description) {
   Random random(seed);
   const Case c = random_case(random);
   description = describe(c);
   const Problem problem(c, random);
+  const PromptCheck prompt(c, random);
+  description += "\n  " + prompt.describe();
   for (int i = 0; i < num_available(); ++i) {
-    const std::string wrong = Check(*available(i), problem, random).run();
+    std::string wrong = Check(*available(i), problem, random).run();
+    if (wrong.empty()) wrong = prompt.run(*available(i));
     if (!wrong.empty()) return std::string(available(i)->name) + ": " + wrong;
   }
   return "";

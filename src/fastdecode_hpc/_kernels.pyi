@@ -53,7 +53,6 @@ def to_wire(
     num_saturated: int,
     num_threads: int,
 ) -> None: ...
-
 def attend_prompt(
     scratch: Scratch,
     queries: int,
