@@ -200,8 +200,9 @@ struct Attention {
 // stays in the range in any case; the log of the sum moves by at most 2 a, or the largest delta.
 // Where K is quantised, queries are rounded to 2^-16 of the largest |query| (half a unit of 16 bits with a sign), and
 // where V is, weight times scale to 2^-16 of the largest of a tile; values below 2^15 2^-126 may count as 0.
+// Weights that are rounded, to `weight_step` of themselves at most, move the output by twice that of V's range.
 inline Attention attend(const std::vector<double>& query, const std::vector<Numbers>& keys,
-                        const std::vector<Numbers>& values, double scale, double softcap) {
+                        const std::vector<Numbers>& values, double scale, double softcap, double weight_step = 0) {
   constexpr double u = 0x1p-24, fixed_step = 0.501 / 32767;
   const std::size_t head_dim = query.size(), num_tokens = keys.size();
   std::vector<double> scores(num_tokens), sizes(num_tokens), reaches(num_tokens);
@@ -253,7 +254,8 @@ inline Attention attend(const std::vector<double>& query, const std::vector<Numb
     const double underflow = n * (0x1p-126 * size + 0x1p-149);  // weights below 2^-126 are 0
     const double fixed = largest_reach > 0 ? n * (reach * fixed_step + 0x1p-111 * 127) : 0;
     result.out.push_back(sum);
-    result.tolerance.push_back(std::fmin(1.0, 2 * a) * (high - low) + sums * size + underflow + fixed);
+    result.tolerance.push_back((std::fmin(1.0, 2 * a) + 2 * weight_step) * (high - low) + sums * size + underflow +
+                               fixed);
   }
   return result;
 }

@@ -12,6 +12,9 @@ extern const Kernels avx2_kernels;
 #ifdef FD_HAVE_AVX512
 extern const Kernels avx512_kernels;
 #endif
+#ifdef FD_HAVE_AVX512BF16
+extern const Kernels avx512bf16_kernels;
+#endif
 #ifdef FD_HAVE_NEON
 extern const Kernels neon_kernels;
 #endif
@@ -41,6 +44,9 @@ Table probe() {
   if (has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
     table.entries[table.count++] = &avx512_kernels;
+#ifdef FD_HAVE_AVX512BF16
+    if (__builtin_cpu_supports("avx512bf16")) table.entries[table.count++] = &avx512bf16_kernels;
+#endif
   }
 #endif
 #ifdef FD_HAVE_NEON

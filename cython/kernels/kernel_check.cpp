@@ -476,7 +476,7 @@ class PromptCheck {
     const Floats workspace = make_floats(prompt_workspace_floats(task, c_.group_size, c_.head_dim));
     for (int first = 0; first < num_queries_; first += task) {
       const int stop = std::min(first + task, num_queries_);
-      for (int head = 0; head < c_.num_kv_heads; ++head) kernels.attend_prompt(args, head, first, stop, workspace.get());
+      for (int h = 0; h < c_.num_kv_heads; ++h) kernels.attend_prompt(args, h, first, stop, workspace.get());
     }
     return out;
   }
@@ -497,8 +497,9 @@ class PromptCheck {
   plain::Attention exact(int query, int head) const {
     const float* x = queries_.data() + query * query_items() + std::int64_t{head} * c_.head_dim;
     const int kv_head = head / c_.group_size;
+    const double weight_step = c_.wire_dtype == kBFloat16 ? 0x1p-9 : 0.0;  // they may become bfloat16, too
     return plain::attend(std::vector<double>(x, x + c_.head_dim), seen(query, kv_head, 0), seen(query, kv_head, 1),
-                         scale_, softcap_);
+                         scale_, softcap_, weight_step);
   }
 
   Case c_;

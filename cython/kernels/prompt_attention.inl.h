@@ -18,16 +18,129 @@ constexpr int kWide = Vec::registers >= 16 ? 3 : 1;
 constexpr int kPanelRows = kWide * Vec::width;  // rows that lie together
 static_assert(kPanelRows <= kMaxPanelRows && kMaxPanelRows % kPanelRows == 0, "workspaces hold whole panels");
 
+// Tokens [first, stop) of a block.
+struct Tokens {
+  int first, stop;
+};
+
+// Which rows of a panel see a token of a block.
+struct Sight {
+  const float* indices;
+  std::int64_t ahead;   // of the block's first token before the task's first query; negative: it is older
+  std::int64_t window;  // 0: none
+
+  // `seen` for rows that see token t, `unseen` for the others.
+  Vec choose(int t, int vec, Vec seen, Vec unseen) const {
+    const Vec index = load(indices + vec * Vec::width);
+    const Vec chosen = choose_below(index, static_cast<float>(ahead + t), unseen, seen);
+    return window ? choose_below(index, static_cast<float>(ahead + t + window), chosen, unseen) : chosen;
+  }
+};
+
+// How numbers lie that a product reads: a word of 32 bits is one float, or two bfloat16 where the processor multiplies
+// and adds up two at once. Two are neighbours along head_dim (q, K), or of two tokens (V, weights).
+struct Single {
+  static constexpr int together = 1;
+
+  static Vec add_product(float word, Vec x, Vec sum) { return fma(broadcast(word), x, sum); }
+  // The same for token t where a row sees it.
+  static Vec add_seen(float word, Vec x, Vec sum, const Sight& sight, int t, int vec) {
+    return sight.choose(t, vec, add_product(word, x, sum), sum);
+  }
+  // A token's q or K of one head as words.
+  template <class T>
+  static void load_row(const char* source, int head_dim, float* words) {
+    const T* from = reinterpret_cast<const T*>(source);
+    over_vectors(head_dim,
+                 [=](std::int64_t d, std::int64_t left) { store_some(words + d, load_some(from + d, left), left); });
+  }
+  // V of one head at some tokens of a block whose first token is at `source`.
+  template <class T>
+  static void load_values(const char* source, std::int64_t row_bytes, Tokens tokens, int head_dim, float* words) {
+    for (int t = tokens.first; t < tokens.stop; ++t) {
+      load_row<T>(source + t * row_bytes, head_dim, words + std::int64_t{t} * head_dim);
+    }
+  }
+  // Weights exp(score - base) of one word, from the block's scores into its place among the words; adds them to `sum`.
+  static Vec weigh(float* scores, int word, Vec base, Vec sum) {
+    const Vec weight = exp_nonpositive(sub(load(scores + word * kPanelRows), base));
+    store(scores + word * kPanelRows, weight);
+    return add(sum, weight);
+  }
+};
+
+#ifdef __AVX512BF16__
+struct Pair {
+  static constexpr int together = 2;
+
+  static Vec add_product(float word, Vec x, Vec sum) { return add_pair_product(sum, broadcast(word), x); }
+  // Of a pair that a row sees half of, the other half of V counts as 0: it may be infinite.
+  static Vec add_seen(float word, Vec x, Vec sum, const Sight& sight, int pair, int vec) {
+    std::uint32_t bits;
+    memcpy(&bits, &word, sizeof bits);
+    const auto part = [&](std::uint32_t mask) {
+      const std::uint32_t left = bits & mask;
+      float one;
+      memcpy(&one, &left, sizeof one);
+      return add_product(one, x, sum);
+    };
+    const int t = 2 * pair;
+    const Vec with_first = sight.choose(t + 1, vec, add_product(word, x, sum), part(0xffffu));
+    return sight.choose(t, vec, with_first, sight.choose(t + 1, vec, part(0xffff0000u), sum));
+  }
+  template <class T>
+  static void load_row(const char* source, int head_dim, float* words) {
+    if (head_dim % 2) words[head_dim / 2] = 0.0f;
+    memcpy(words, source, sizeof(T) * static_cast<size_t>(head_dim));
+  }
+  template <class T>
+  static void load_values(const char* source, std::int64_t row_bytes, Tokens tokens, int head_dim, float* words) {
+    const auto row = [&](int t) { return reinterpret_cast<const T*>(source + t * row_bytes); };
+    for (int t = tokens.first / 2 * 2; t < tokens.stop; t += 2) {
+      const T* low = row(t < tokens.first ? t + 1 : t);  // no row sees what is beside the tokens
+      const T* high = row(t + 1 < tokens.stop ? t + 1 : t);
+      float* target = words + std::int64_t{t / 2} * head_dim;
+      over_vectors(head_dim, [=](std::int64_t d, std::int64_t left) {
+        store_some(target + d, join_pair(load_some(low + d, left), load_some(high + d, left)), left);
+      });
+    }
+  }
+  static Vec weigh(float* scores, int word, Vec base, Vec sum) {
+    const float* pair = scores + 2 * word * kPanelRows;
+    const Vec low = exp_nonpositive(sub(load(pair), base)), high = exp_nonpositive(sub(load(pair + kPanelRows), base));
+    const Vec weights = round_pair(low, high);
+    store(scores + word * kPanelRows, weights);
+    return add(sum, add(low_of_pair(weights), high_of_pair(weights)));
+  }
+};
+#endif
+
+template <class T>
+struct NumbersOf {
+  using Type = Single;
+};
+#ifdef __AVX512BF16__
+template <>
+struct NumbersOf<BFloat16> {
+  using Type = Pair;
+};
+#endif
+
+template <class N>
+constexpr int words_of(int head_dim) {
+  return (head_dim + N::together - 1) / N::together;
+}
+
 // Where a task's numbers are; of one panel after the other, a panel's [.., kPanelRows].
 struct PromptWorkspace {
-  float* queries;  // [head_dim] times the scale of the scores
+  float* queries;  // [head_dim] words
   float* sums;     // [head_dim] of weights times V, so far
   float* indices;  // which of the task's queries a row belongs to
   float* largest;  // score so far
   float* totals;   // of weights so far
-  float* scores;   // [kTileTokens] of one panel, then its weights
-  float* keys;     // [kTileTokens, head_dim] of the block of keys
-  float* values;   // [kTileTokens, head_dim]
+  float* scores;   // [kTileTokens] of one panel, then words of its weights
+  float* keys;     // [kTileTokens, head_dim] words of the block of keys
+  float* values;   // [kTileTokens, head_dim] words
 
   PromptWorkspace(std::int64_t num_panels, std::int64_t head_dim, float* floats) {
     const std::int64_t rows = num_panels * kPanelRows;
@@ -79,36 +192,28 @@ struct PromptTask {
   }
 };
 
-// Tokens [first, stop) of a block.
-struct Tokens {
-  int first, stop;
-};
+// Sums of products that live in registers: `deep` results for `wide` vectors of rows.
+template <int deep, int wide>
+struct PanelSums {
+  Vec at[deep][wide];
 
-// Which rows of a panel see a token of a block.
-struct Sight {
-  const float* indices;
-  std::int64_t ahead;   // of the block's first token before the task's first query; negative: it is older
-  std::int64_t window;  // 0: none
-
-  // `seen` for rows that see token t, `unseen` for the others.
-  Vec choose(int t, int vec, Vec seen, Vec unseen) const {
-    const Vec index = load(indices + vec * Vec::width);
-    const Vec chosen = choose_below(index, static_cast<float>(ahead + t), unseen, seen);
-    return window ? choose_below(index, static_cast<float>(ahead + t + window), chosen, unseen) : chosen;
-  }
-};
-
-// sums[i] += a[i * stride + k * step] * b[k] over k in `range`, where sums and b are [.., kPanelRows] and only `wide`
-// vectors of these are computed. `keep(k, v, sum, old)` is the new sum.
-template <int deep, int wide, class Keep>
-__attribute__((always_inline)) inline void add_products(const float* a, std::int64_t stride, std::int64_t step,
-                                                        const float* b, Tokens range, float* sums, Keep keep) {
-  Vec sum[deep][wide];
+  // step(i, v, sum) is the new sum.
+  template <class Step>
+  __attribute__((always_inline)) void each(Step step) {
 #pragma GCC unroll 8
-  for (int i = 0; i < deep; ++i) {
+    for (int i = 0; i < deep; ++i) {
 #pragma GCC unroll 3
-    for (int v = 0; v < wide; ++v) sum[i][v] = load(sums + i * kPanelRows + v * Vec::width);
+      for (int v = 0; v < wide; ++v) at[i][v] = step(i * kPanelRows + v * Vec::width, at[i][v]);
+    }
   }
+};
+
+// sum[i] += a[i * stride + k * step] * b[k] over words k in `range`, where b is [.., kPanelRows]. `add(word, x, sum, k,
+// v)` is the new sum.
+template <int deep, int wide, class Add>
+__attribute__((always_inline)) inline void add_products(PanelSums<deep, wide>& sums, const float* a,
+                                                        std::int64_t stride, std::int64_t step, const float* b,
+                                                        Tokens range, Add add) {
 #pragma GCC unroll 2
   for (int k = range.first; k < range.stop; ++k) {
     Vec x[wide];
@@ -116,38 +221,44 @@ __attribute__((always_inline)) inline void add_products(const float* a, std::int
     for (int v = 0; v < wide; ++v) x[v] = load(b + std::int64_t{k} * kPanelRows + v * Vec::width);
 #pragma GCC unroll 8
     for (int i = 0; i < deep; ++i) {
-      const Vec factor = broadcast(a[i * stride + k * step]);
+      const float word = a[i * stride + k * step];
 #pragma GCC unroll 3
-      for (int v = 0; v < wide; ++v) sum[i][v] = keep(k, v, fma(factor, x[v], sum[i][v]), sum[i][v]);
+      for (int v = 0; v < wide; ++v) sums.at[i][v] = add(word, x[v], sums.at[i][v], k, v);
     }
-  }
-#pragma GCC unroll 8
-  for (int i = 0; i < deep; ++i) {
-#pragma GCC unroll 3
-    for (int v = 0; v < wide; ++v) store(sums + i * kPanelRows + v * Vec::width, sum[i][v]);
   }
 }
 
-constexpr auto keep_all = [](int, int, Vec sum, Vec) { return sum; };
-
-// Scores of a panel's first `wide` vectors with some tokens and a few after them.
-template <int wide>
-void score_panel(const PromptWorkspace& panel, int head_dim, Tokens tokens) {
+// Scores of a panel's first `wide` vectors with some tokens and a few beside them.
+template <class N, int wide>
+void score_panel(const PromptWorkspace& panel, int head_dim, float scale, Tokens tokens) {
+  const int num_words = words_of<N>(head_dim);
   for (int t = tokens.first / kDeep * kDeep; t < tokens.stop; t += kDeep) {
+    PanelSums<kDeep, wide> sums;
+    sums.each([](int, Vec) { return broadcast(0.0f); });
+    add_products(sums, panel.keys + std::int64_t{t} * num_words, num_words, 1, panel.queries, {0, num_words},
+                 [](float word, Vec x, Vec sum, int, int) { return N::add_product(word, x, sum); });
     float* scores = panel.scores + t * kPanelRows;
-    memset(scores, 0, sizeof(float) * kDeep * kPanelRows);
-    add_products<kDeep, wide>(panel.keys + std::int64_t{t} * head_dim, head_dim, 1, panel.queries, {0, head_dim},
-                              scores, keep_all);
+    sums.each([=](int at, Vec sum) {
+      store(scores + at, mul(sum, broadcast(scale)));
+      return sum;
+    });
   }
 }
 
 // Adds some tokens' V, times the weights in `scores`.
-template <int wide, class Keep>
-void add_values(const PromptWorkspace& panel, int head_dim, Tokens tokens, Keep keep) {
-  if (tokens.first >= tokens.stop) return;
+template <class N, int wide, class Add>
+void add_values(const PromptWorkspace& panel, int head_dim, Tokens tokens, Add add) {
+  const Tokens words = {tokens.first / N::together, (tokens.stop + N::together - 1) / N::together};
+  if (words.first >= words.stop) return;
   for_vecs<kDeep>(head_dim, [&](auto deep, int d) {
-    add_products<decltype(deep)::value, wide>(panel.values + d, 1, head_dim, panel.scores, tokens,
-                                              panel.sums + std::int64_t{d} * kPanelRows, keep);
+    float* target = panel.sums + std::int64_t{d} * kPanelRows;
+    PanelSums<decltype(deep)::value, wide> sums;
+    sums.each([=](int at, Vec) { return load(target + at); });
+    add_products(sums, panel.values + d, 1, head_dim, panel.scores, words, add);
+    sums.each([=](int at, Vec sum) {
+      store(target + at, sum);
+      return sum;
+    });
   });
 }
 
@@ -163,7 +274,7 @@ void hide(const PromptWorkspace& panel, const Sight& sight, Tokens tokens) {
 }
 
 // Turns scores into weights exp(score - largest) and brings sums and totals to the new largest.
-template <int wide>
+template <class N, int wide>
 void weigh_panel(const PromptWorkspace& panel, int head_dim, Tokens tokens) {
   constexpr float lowest = -0x1.fffffep127f;
   for (int v = 0; v < wide; ++v) {
@@ -174,11 +285,7 @@ void weigh_panel(const PromptWorkspace& panel, int head_dim, Tokens tokens) {
     for (int t = tokens.first; t < tokens.stop; ++t) largest = max(load(scores + t * kPanelRows), largest);
     const Vec base = choose_below(largest, lowest, broadcast(0.0f), largest);  // `exp_base`
     Vec sum = broadcast(0.0f);
-    for (int t = tokens.first; t < tokens.stop; ++t) {
-      const Vec weight = exp_nonpositive(sub(load(scores + t * kPanelRows), base));
-      store(scores + t * kPanelRows, weight);
-      sum = add(sum, weight);
-    }
+    for (int k = tokens.first / N::together; k < tokens.stop / N::together; ++k) sum = N::weigh(scores, k, base, sum);
     const Vec factor = exp_nonpositive(sub(before, base));
     store(total_at, add(mul(load(total_at), factor), sum));
     store(largest_at, largest);
@@ -193,50 +300,39 @@ int clamp(std::int64_t x, std::int64_t low, std::int64_t high) {
 }
 
 // A panel's rows, from `row` on, with the block of keys that begins at token `block`.
-template <int wide>
+template <class N, int wide>
 void attend_block(const PromptTask& task, const PromptWorkspace& panel, std::int64_t row, std::int64_t block) {
-  const int head_dim = task.args.head_dim;
+  const PromptArgs& args = task.args;
   const std::int64_t first = task.query_of(row), last = task.query_of(row + wide * Vec::width - 1);
   const std::int64_t newest = task.position() - block;  // of the task's first query, counted in the block
-  const Tokens seen = {clamp(task.first_key(first) - block, 0, kTileTokens), clamp(newest + last + 1, 0, kTileTokens)};
+  Tokens seen = {clamp(task.first_key(first) - block, 0, kTileTokens), clamp(newest + last + 1, 0, kTileTokens)};
   if (seen.first >= seen.stop) return;
-  const int full_first = clamp(task.first_key(last) - block, seen.first, seen.stop);  // seen by all rows from here
-  const int full_stop = clamp(newest + first + 1, full_first, seen.stop);             // to here
+  seen.first = seen.first / N::together * N::together;
+  seen.stop = (seen.stop + N::together - 1) / N::together * N::together;
+  const int whole = N::together - 1;  // words that all rows see lie between here
+  const int full_first = clamp(task.first_key(last) - block + whole, seen.first, seen.stop) / N::together * N::together;
+  const int full_stop = clamp(newest + first + 1, full_first, seen.stop) / N::together * N::together;
   const Tokens older = {seen.first, full_first}, newer = {full_stop, seen.stop};
-  const Sight sight = {panel.indices, block - task.position(), task.args.window};
-  score_panel<wide>(panel, head_dim, seen);
-  if (task.args.softcap > 0) {
-    for (int i = 0; i < kPanelRows; ++i) cap_scores(panel.scores + i * kTileTokens, task.args.softcap);
+  const Sight sight = {panel.indices, block - task.position(), args.window};
+  score_panel<N, wide>(panel, args.head_dim, args.scale, seen);
+  if (args.softcap > 0) {
+    for (int i = 0; i < kPanelRows; ++i) cap_scores(panel.scores + i * kTileTokens, args.softcap);
   }
   hide<wide>(panel, sight, older);
   hide<wide>(panel, sight, newer);
-  weigh_panel<wide>(panel, head_dim, seen);
+  weigh_panel<N, wide>(panel, args.head_dim, seen);
   // A weight of 0 would not keep an infinite V from a row that does not see it.
-  const auto keep_seen = [&](int t, int v, Vec sum, Vec old) { return sight.choose(t, v, sum, old); };
-  add_values<wide>(panel, head_dim, older, keep_seen);
-  add_values<wide>(panel, head_dim, {full_first, full_stop}, keep_all);
-  add_values<wide>(panel, head_dim, newer, keep_seen);
-}
-
-template <class T>
-void load_row(const char* source, float* target, int head_dim, float scale) {
-  const T* from = reinterpret_cast<const T*>(source);
-  over_vectors(head_dim, [=](std::int64_t d, std::int64_t left) {
-    store_some(target + d, mul(load_some(from + d, left), broadcast(scale)), left);
-  });
-}
-
-// K or V of one KV head at tokens [first, stop), as floats.
-template <class T>
-void load_block(const char* source, std::int64_t row_bytes, std::int64_t block, Tokens tokens, int head_dim,
-                float* target) {
-  for (int t = tokens.first; t < tokens.stop; ++t) {
-    load_row<T>(source + (block + t) * row_bytes, target + std::int64_t{t} * head_dim, head_dim, 1.0f);
-  }
+  const auto add_seen = [&](float word, Vec x, Vec sum, int k, int v) {
+    return N::add_seen(word, x, sum, sight, k, v);
+  };
+  const auto add_all = [](float word, Vec x, Vec sum, int, int) { return N::add_product(word, x, sum); };
+  add_values<N, wide>(panel, args.head_dim, older, add_seen);
+  add_values<N, wide>(panel, args.head_dim, {full_first, full_stop}, add_all);
+  add_values<N, wide>(panel, args.head_dim, newer, add_seen);
 }
 
 // Queries into panels; beyond the last row zeros, whose results nobody reads.
-template <class T>
+template <class T, class N>
 void begin_task(const PromptTask& task, const PromptWorkspace& workspace) {
   const PromptArgs& args = task.args;
   const std::int64_t all_rows = task.num_panels() * kPanelRows;
@@ -248,12 +344,12 @@ void begin_task(const PromptTask& task, const PromptWorkspace& workspace) {
     workspace.largest[row] = kNegInf;
     workspace.indices[row] = static_cast<float>(task.query_of(row));
   }
-  float* wide = workspace.keys;  // not in use yet
+  float* words = workspace.keys;  // not in use yet
   for (std::int64_t row = 0; row < task.num_rows(); ++row) {
     const std::int64_t query = task.first + task.query_of(row);
-    load_row<T>(args.queries + query * args.query_row_bytes + task.head_offset(row), wide, args.head_dim, args.scale);
+    N::template load_row<T>(args.queries + query * args.query_row_bytes + task.head_offset(row), args.head_dim, words);
     float* column = workspace.of(row / kPanelRows, args.head_dim).queries + row % kPanelRows;
-    for (int d = 0; d < args.head_dim; ++d) column[std::int64_t{d} * kPanelRows] = wide[d];
+    for (int i = 0; i < words_of<N>(args.head_dim); ++i) column[std::int64_t{i} * kPanelRows] = words[i];
   }
 }
 
@@ -276,24 +372,30 @@ void end_task(const PromptTask& task, const PromptWorkspace& workspace) {
 
 template <class T>
 void attend_task(const PromptTask& task, float* floats) {
+  using N = typename NumbersOf<T>::Type;
   const PromptArgs& args = task.args;
   const PromptWorkspace workspace(task.num_panels(), args.head_dim, floats);
-  begin_task<T>(task, workspace);
+  begin_task<T, N>(task, workspace);
   const std::int64_t first_key = task.first_key(0), stop_key = task.position() + task.num_queries;
   for (std::int64_t block = first_key / kTileTokens * kTileTokens; block < stop_key; block += kTileTokens) {
     const Tokens tokens = {clamp(first_key - block, 0, kTileTokens), clamp(stop_key - block, 0, kTileTokens)};
     const std::int64_t offset = task.head * task.head_bytes();
-    load_block<T>(args.keys + offset, args.key_row_bytes, block, tokens, args.head_dim, workspace.keys);
-    load_block<T>(args.values + offset, args.value_row_bytes, block, tokens, args.head_dim, workspace.values);
+    const char* keys = args.keys + offset + block * args.key_row_bytes;
+    for (int t = tokens.first; t < tokens.stop; ++t) {
+      float* words = workspace.keys + std::int64_t{t} * words_of<N>(args.head_dim);
+      N::template load_row<T>(keys + t * args.key_row_bytes, args.head_dim, words);
+    }
+    N::template load_values<T>(args.values + offset + block * args.value_row_bytes, args.value_row_bytes, tokens,
+                               args.head_dim, workspace.values);
     for (std::int64_t p = 0; p < task.num_panels(); ++p) {
       const std::int64_t row = p * kPanelRows, vecs = (task.num_rows() - row + Vec::width - 1) / Vec::width;
       const PromptWorkspace panel = workspace.of(p, args.head_dim);
       if (vecs >= kWide) {
-        attend_block<kWide>(task, panel, row, block);
+        attend_block<N, kWide>(task, panel, row, block);
       } else if (vecs == 2) {
-        attend_block<2>(task, panel, row, block);
+        attend_block<N, 2>(task, panel, row, block);
       } else {
-        attend_block<1>(task, panel, row, block);
+        attend_block<N, 1>(task, panel, row, block);
       }
     }
   }

@@ -157,4 +157,26 @@ Vec choose_below(Vec x, float limit, Vec a, Vec b) {
   return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(x.v, _mm512_set1_ps(limit), _CMP_LT_OQ), b.v, a.v)};
 }
 
+#ifdef __AVX512BF16__
+// A lane of 32 bits as two bfloat16.
+Vec add_pair_product(Vec sum, Vec a, Vec b) { return {_mm512_dpbf16_ps(sum.v, (__m512bh)a.v, (__m512bh)b.v)}; }
+Vec low_of_pair(Vec x) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(x.v), 16))}; }
+Vec high_of_pair(Vec x) {
+  return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x.v), _mm512_set1_epi32(-65536)))};
+}
+// Of values that are bfloat16 already.
+Vec join_pair(Vec low, Vec high) {
+  const __m512i low_bits = _mm512_srli_epi32(_mm512_castps_si512(low.v), 16);
+  return {_mm512_castsi512_ps(_mm512_or_si512(low_bits, _mm512_castps_si512(high.v)))};
+}
+// To nearest even.
+Vec round_pair(Vec low, Vec high) {
+  const __m512i order =
+      _mm512_setr_epi32(0x100000, 0x110001, 0x120002, 0x130003, 0x140004, 0x150005, 0x160006, 0x170007, 0x180008,
+                        0x190009, 0x1a000a, 0x1b000b, 0x1c000c, 0x1d000d, 0x1e000e, 0x1f000f);
+  const __m512i apart = (__m512i)_mm512_cvtne2ps_pbh(high.v, low.v);  // all of low, then all of high
+  return {_mm512_castsi512_ps(_mm512_permutexvar_epi16(order, apart))};
+}
+#endif
+
 }  // namespace

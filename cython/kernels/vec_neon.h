@@ -93,8 +93,6 @@ Vec zero_below(Vec x, float limit, Vec value) {
   return {vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(value.v), below))};
 }
 
-Vec choose_below(Vec x, float limit, Vec a, Vec b) {
-  return {vbslq_f32(vcltq_f32(x.v, vdupq_n_f32(limit)), a.v, b.v)};
-}
+Vec choose_below(Vec x, float limit, Vec a, Vec b) { return {vbslq_f32(vcltq_f32(x.v, vdupq_n_f32(limit)), a.v, b.v)}; }
 
 }  // namespace

@@ -231,7 +231,7 @@ class RunConfig:
     )
     isa: str | None = _option(
         None, "instruction set of the kernels; default: FASTDECODE_ISA, or the best that all ranks have",
-        choices=("scalar", "avx2", "avx512", "neon"),
+        choices=("scalar", "avx2", "avx512", "avx512bf16", "neon"),
     )  # fmt: skip
     isa_per_rank: bool = _option(False, "let each R-worker use its own best instruction set")
     batch_invariant: bool | None = _option(

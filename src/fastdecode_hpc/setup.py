@@ -12,7 +12,7 @@ from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.schedule.kv_layout import KVLayout, make_layout
 from fastdecode_hpc.schedule.speeds import fixed_weights
 
-ISAS_BEST_FIRST = ("avx512", "avx2", "neon", "scalar")
+ISAS_BEST_FIRST = ("avx512bf16", "avx512", "avx2", "neon", "scalar")
 KV_SHARE = 0.85  # of the memory that is left, for KV; the rest is for buffers, Python and surprises
 ROPE_TABLE_COPIES = 3  # of cosines and sines, while they are made
 S_PART_RESERVE = 1 << 30  # bytes for rank 0's activations, logits and libraries

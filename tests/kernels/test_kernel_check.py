@@ -19,6 +19,7 @@ IS_X86 = "x86" in platform.machine()
 SANITIZERS = "-fsanitize=address,undefined -fno-sanitize-recover=all"
 QUICK = "-Og"  # compiles the kernels in a fifth of the time of -O3
 AVX2 = "-mavx2 -mfma -mf16c"
+AVX512 = f"{AVX2} -mavx512f -mavx512bw -mavx512dq -mavx512vl"
 SIMDE = f"{AVX2} -Wno-psabi -I{Path(__file__).with_name('simde')}"  # AVX-512 computed with AVX2
 
 pytestmark = pytest.mark.skipif(not GCC, reason="needs g++")
@@ -62,7 +63,7 @@ def check(isas, *command):
 
 @pytest.fixture(scope="module")
 def sanitised(tmp_path_factory):
-    """The program, and the instruction sets that it runs: those of this machine, and AVX-512 where SIMDe is there."""
+    """The program, and the instruction sets that it runs: this machine's, and AVX-512 elsewhere if SIMDe is there."""
     folder = tmp_path_factory.mktemp("sanitised")
     if not builds(folder, "int main() {}", SANITIZERS):
         pytest.skip("needs a g++ with sanitizers")
@@ -71,7 +72,15 @@ def sanitised(tmp_path_factory):
         isas, dispatch, sources = ["scalar", "neon"], "-DFD_HAVE_NEON", {**sources, "attention_neon": ""}
     elif "avx2" in available_isas():
         isas, dispatch, sources = ["scalar", "avx2"], "-DFD_HAVE_AVX2", {**sources, "attention_avx2": AVX2}
-        if builds(folder, "#include <immintrin.h>\nint main() {}", SIMDE):
+        if "avx512" in available_isas():
+            isas.append("avx512")
+            dispatch += " -DFD_HAVE_AVX512"
+            sources["attention_avx512"] = AVX512
+            if "avx512bf16" in available_isas():
+                isas.append("avx512bf16")
+                dispatch += " -DFD_HAVE_AVX512BF16"
+                sources["attention_avx512bf16"] = f"{AVX512} -mavx512bf16"
+        elif builds(folder, "#include <immintrin.h>\nint main() {}", SIMDE):
             isas.append("avx512")
             dispatch += " -DFD_HAVE_AVX512 -D__builtin_cpu_supports(feature)=true"
             sources["attention_avx512"] = SIMDE
