@@ -8,7 +8,7 @@ The arithmetic is in ``kernels/``, the list of work comes from `r_part.step_work
 from cpython.buffer cimport PyBUF_FORMAT, PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cython.parallel cimport parallel, prange, threadid
 from libc.errno cimport errno
-from libc.stdint cimport int32_t, int64_t, uint8_t, uintptr_t
+from libc.stdint cimport int8_t, int32_t, int64_t, uint8_t, uintptr_t
 from libc.string cimport memset, strcmp
 
 import numpy as np
@@ -23,6 +23,9 @@ cdef int[3] ITEM_BYTES = [4, 2, 2]
 cdef int64_t PAGE_BYTES = 4096
 cdef int64_t MIN_PARALLEL_VALUES = 1 << 16  # of K and V; to store fewer, starting threads costs more
 cdef int64_t LINE_FLOATS = 16  # of a cache line
+
+INT8_PANEL, INT8_GROUP = kPanelOut, kGroupIn  # of weights
+PRODUCT_FLOATS = product_floats()  # of one thread's workspace
 
 cdef const Kernels* active = available(num_available() - 1)
 

@@ -1,6 +1,9 @@
 # kernels/kernels.h as Cython sees it; comments are there.
 
 cdef extern from "kernels/kernels.h" namespace "fastdecode" nogil:
+    const int kPanelOut
+    const int kGroupIn
+
     cdef struct LayerView:
         char* keys
         int64_t block_bytes
@@ -47,6 +50,16 @@ cdef extern from "kernels/kernels.h" namespace "fastdecode" nogil:
         int32_t num_kv_heads
         int32_t wire_dtype
 
+    cdef struct Int8Product:
+        const float* rows
+        int64_t row_stride
+        int64_t num_rows
+        int64_t num_in
+        int64_t num_panels
+        const int8_t* codes
+        const float* scales
+        float* out
+
     cdef struct Kernels:
         const char* name
         void (*attend_span)(const AttendArgs&, const Span&, const Span*, float*, float*) noexcept nogil
@@ -59,9 +72,11 @@ cdef extern from "kernels/kernels.h" namespace "fastdecode" nogil:
         void (*swiglu)(const void*, void*, int32_t, int64_t) noexcept nogil
         void (*rotate)(void*, const float*, int32_t, int64_t, int64_t, int64_t) noexcept nogil
         int64_t (*to_wire)(const void*, int32_t, void*, int32_t, int64_t) noexcept nogil
+        void (*multiply_int8)(const Int8Product&, int64_t, int64_t, float*) noexcept nogil
 
     int64_t token_bytes(int32_t, int32_t)
     int64_t partial_floats(int32_t, int32_t)
     int64_t workspace_floats(int32_t, int32_t)
+    int64_t product_floats()
     int num_available()
     const Kernels* available(int)

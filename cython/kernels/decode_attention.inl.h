@@ -6,6 +6,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "product.inl.h"
 #include "quantised_tile.inl.h"
 #include "read_loops.inl.h"
 #include "row_ops.inl.h"
@@ -424,7 +425,7 @@ void exp_values(const float* source, float* target, std::int64_t count) {
 
 constexpr fastdecode::Kernels make_kernels(const char* name) {
   return {name, attend_span, finish_row, store_row, convert, exp_values, read_loop, rms_norm, swiglu,
-          rotate, to_wire};
+          rotate, to_wire, multiply_int8};
 }
 
 }  // namespace

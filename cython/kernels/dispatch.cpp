@@ -75,6 +75,8 @@ std::int64_t workspace_floats(std::int32_t group_size, std::int32_t head_dim) {
   return queries + weights + scales + round_to_line(head_dim) + partial_floats(group_size, head_dim);
 }
 
+std::int64_t product_floats() { return std::int64_t{kGroupIn} * kPanelOut + std::int64_t{kRowBlock} * kPackedStride; }
+
 int num_available() { return table().count; }
 
 const Kernels* available(int index) { return table().entries[index]; }

@@ -543,6 +543,44 @@ std::string check_rows(const Kernels& kernels) {
   return "";
 }
 
+// Products with weights of 8 bits, of some panels and then the others, in memory that is exactly as large.
+std::string check_product(const Kernels& kernels) {
+  Random random(4);
+  const Floats workspace = make_floats(product_floats());
+  for (int i = 0; i < 100; ++i) {
+    const int num_rows = random.one_in(10) ? kRowBlock + random.between(1, 20) : random.between(1, 30);
+    const int num_in = random.between(1, random.one_in(3) ? 400 : 40), stride = num_in + random.upto(5);
+    const int num_panels = random.between(1, 3), outputs = num_panels * kPanelOut;
+    std::vector<float> rows((num_rows - 1) * stride + num_in), scales((num_in + kGroupIn - 1) / kGroupIn * outputs);
+    std::vector<float> out(num_rows * outputs, NAN);
+    std::vector<std::int8_t> codes(num_in * outputs);
+    for (float& each : rows) each = random.bell();
+    for (float& each : scales) each = random.one_in(9) ? 0.0f : std::fabs(random.bell());
+    for (std::int8_t& each : codes) each = static_cast<std::int8_t>(random.between(-127, 127));
+    const Int8Product product = {rows.data(),  stride,        num_rows,   num_in, num_panels,
+                                 codes.data(), scales.data(), out.data()};
+    const int cut = random.upto(num_panels);
+    kernels.multiply_int8(product, cut, num_panels, workspace.get());
+    kernels.multiply_int8(product, 0, cut, workspace.get());
+    for (int r = 0; r < num_rows; ++r) {
+      for (int o = 0; o < outputs; ++o) {
+        double sum = 0, size = 0;
+        for (int k = 0; k < num_in; ++k) {
+          const int group = k / kGroupIn, first = group * kGroupIn, count = std::min(kGroupIn, num_in - first);
+          const int place = (first * num_panels + o / kPanelOut * count + k - first) * kPanelOut + o % kPanelOut;
+          const double term = double{rows[r * stride + k]} * codes[place] * scales[group * outputs + o];
+          sum += term;
+          size += std::fabs(term);
+        }
+        if (!(std::fabs(out[r * outputs + o] - sum) <= (kGroupIn + 8) * 0x1p-24 * size)) {
+          return "product of " + std::to_string(num_rows) + " rows of " + std::to_string(num_in);
+        }
+      }
+    }
+  }
+  return "";
+}
+
 // Cases until `count` or `seconds` are over.
 int run_cases(long count, double seconds, std::uint64_t seed) {
   const auto started = std::chrono::steady_clock::now();
@@ -583,6 +621,7 @@ int main(int argc, char** argv) {
     std::string wrong = check_conversions(*available(i));
     if (wrong.empty()) wrong = check_exp(*available(i));
     if (wrong.empty()) wrong = check_rows(*available(i));
+    if (wrong.empty()) wrong = check_product(*available(i));
     if (!wrong.empty()) {
       std::printf("%s: %s\n", available(i)->name, wrong.c_str());
       return 1;

@@ -93,6 +93,28 @@ std::int64_t token_bytes(std::int32_t dtype, std::int32_t head_dim);
 std::int64_t partial_floats(std::int32_t group_size, std::int32_t head_dim);
 std::int64_t workspace_floats(std::int32_t group_size, std::int32_t head_dim);
 
+// Rows times a matrix [num_out, num_in] of 8 bits, for the S-Part. kPanelOut outputs are a panel, kGroupIn inputs a group,
+// of which the last may have fewer:
+//   codes    [groups][panels][inputs of the group][32 outputs]; value = scale * code
+//   scales   [groups][panels][32 outputs]
+// so that whoever computes some panels reads runs of memory, once for kRowBlock rows.
+constexpr int kPanelOut = 32;
+constexpr int kGroupIn = 128;
+constexpr int kRowBlock = 240;
+
+struct Int8Product {
+  const float* rows;
+  std::int64_t row_stride;  // floats from row to row
+  std::int64_t num_rows;
+  std::int64_t num_in;
+  std::int64_t num_panels;
+  const std::int8_t* codes;
+  const float* scales;
+  float* out;  // [num_rows, num_panels * kPanelOut]
+};
+
+std::int64_t product_floats();
+
 // All functions are pure apart from the memory they are told to write, so they may run in any number of
 // threads at once, each with its own workspace (64-byte aligned).
 struct Kernels {
@@ -126,6 +148,10 @@ struct Kernels {
   // Convert any number of values, as `convert` does; how many finite ones were beyond the target's range.
   std::int64_t (*to_wire)(const void* source, std::int32_t source_dtype, void* target, std::int32_t target_dtype,
                           std::int64_t count);
+  // Columns of some panels of the rows' products with weights of 8 bits. `workspace` has product_floats() and is
+  // 64-byte aligned.
+  void (*multiply_int8)(const Int8Product& product, std::int64_t first_panel, std::int64_t last_panel,
+                        float* workspace);
 };
 
 // Instruction sets that this build has and this processor can run, slowest first.

@@ -5,6 +5,9 @@ import numpy as np
 DTYPES: dict[str, int]
 CACHE_DTYPES: dict[str, int]
 READ_LOOPS: tuple[str, ...]
+INT8_PANEL: int
+INT8_GROUP: int
+PRODUCT_FLOATS: int
 
 def available_isas() -> tuple[str, ...]: ...
 def active_isa() -> str: ...
@@ -51,6 +54,18 @@ def to_wire(
     target_dtype: int,
     num_columns: int,
     num_saturated: int,
+    num_threads: int,
+) -> None: ...
+def multiply_int8(
+    rows: int,
+    num_rows: int,
+    row_stride: int,
+    num_in: int,
+    codes: int,
+    scales: int,
+    num_panels: int,
+    target: int,
+    workspace: int,
     num_threads: int,
 ) -> None: ...
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.s_part import layers
-from fastdecode_hpc.s_part.products import linear
+from fastdecode_hpc.s_part.products import linear, look_up
 from fastdecode_hpc.s_part.rope import rope_tables
 from fastdecode_hpc.s_part.row_tiles import BASE_SIZES, RowTiles, find_row_tiles
 from fastdecode_hpc.s_part.weights import LayerWeights, Weights
@@ -152,7 +152,7 @@ class SPart:
 
     def _embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         config, weights = self.config, self.weights
-        hidden = F.embedding(token_ids, weights.embedding).to(self.dtype)
+        hidden = look_up(token_ids, weights.embedding).to(self.dtype)
         if weights.project_in is not None:
             hidden = linear(hidden, weights.project_in)
         if weights.positions is not None:

@@ -171,7 +171,7 @@ def _blocks(total: int, size: int) -> Iterator[slice]:
 def _as_float32(weights: Weights) -> Weights:
     """The same weights in float32; layers only as long as they are used."""
     return Weights(
-        weights.embedding,
+        weights.embedding,  # rows of it are widened when they are looked up
         _Layers(weights.layers),
         _float32(weights.final_norm),
         unpacked(weights.lm_head).float(),

@@ -25,7 +25,16 @@ class Target(NamedTuple):
 
 def list_targets(config: ModelConfig, names: WeightNames, weights: Weights) -> list[Target]:
     """Every tensor that a checkpoint of this model holds."""
-    return [*_outside(names, weights), *_layers(config, names, weights)]
+    return [target for _, targets in list_by_layer(config, names, weights) for target in targets]
+
+
+def list_by_layer(
+    config: ModelConfig, names: WeightNames, weights: Weights
+) -> Iterator[tuple[LayerWeights | None, list[Target]]]:
+    """Those outside layers, then those of each layer, with that layer; looked at one after the other."""
+    yield None, list(_outside(names, weights))
+    for index, layer in enumerate(weights.layers):
+        yield layer, list(_layer(config, names, names.prefix + names.layer.format(index), layer))
 
 
 def _outside(names: WeightNames, weights: Weights) -> Iterator[Target]:
@@ -42,16 +51,14 @@ def _outside(names: WeightNames, weights: Weights) -> Iterator[Target]:
         yield from _matrix(names.head, weights.lm_head)
 
 
-def _layers(config: ModelConfig, names: WeightNames, weights: Weights) -> Iterator[Target]:
-    for index, layer in enumerate(weights.layers):
-        prefix = names.prefix + names.layer.format(index)
-        for name, norm in _norm_names(config, names, layer):
-            yield from _norm(prefix + name, norm)
-        yield from _qkv(config, names, prefix, layer)
-        yield from _matrix(prefix + names.output, layer.output, layer.output_bias, is_transposed=names.is_transposed)
-        if layer.router is not None:
-            yield from _matrix(prefix + names.router, layer.router)
-        yield from _mlp(names, prefix, layer)
+def _layer(config: ModelConfig, names: WeightNames, prefix: str, layer: LayerWeights) -> Iterator[Target]:
+    for name, norm in _norm_names(config, names, layer):
+        yield from _norm(prefix + name, norm)
+    yield from _qkv(config, names, prefix, layer)
+    yield from _matrix(prefix + names.output, layer.output, layer.output_bias, is_transposed=names.is_transposed)
+    if layer.router is not None:
+        yield from _matrix(prefix + names.router, layer.router)
+    yield from _mlp(names, prefix, layer)
 
 
 def _norm_names(config: ModelConfig, names: WeightNames, layer: LayerWeights) -> Iterator[tuple[str, Tensor | None]]:

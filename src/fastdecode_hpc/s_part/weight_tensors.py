@@ -4,28 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from fastdecode_hpc.model_shape import ModelConfig
+from fastdecode_hpc.s_part.int8_weights import Int8Weight
+
+Matrix: TypeAlias = Tensor | Int8Weight
 
 
 @dataclass(slots=True)
 class LayerWeights:
     """One layer; None: the model has none.
 
-    Matrices are ``[out, in]``, with experts ``[experts, out, in]``. A norm is ``[size]``, or ``[2, size]`` of weights
-    and biases.
+    Matrices are ``[out, in]``, with experts ``[experts, out, in]``, or a list of packed ones. A norm is ``[size]``, or
+    ``[2, size]`` of weights and biases.
     """
 
-    qkv: Tensor  # [qkv_size, hidden_size]
+    qkv: Matrix  # [qkv_size, hidden_size]
     qkv_bias: Tensor | None
-    output: Tensor  # [hidden_size, q_size]
+    output: Matrix  # [hidden_size, q_size]
     output_bias: Tensor | None
-    gate_up: Tensor  # [2 * intermediate_size, hidden_size]; half as many rows where there is no gate
+    gate_up: Matrix | list[Matrix]  # [2 * intermediate_size, hidden_size]; half as many rows where there is no gate
     gate_up_bias: Tensor | None
-    down: Tensor  # [hidden_size, intermediate_size]
+    down: Matrix | list[Matrix]  # [hidden_size, intermediate_size]
     down_bias: Tensor | None
     attention_norm: Tensor | None  # before attention
     attention_out_norm: Tensor | None  # of what it adds, or of the sum
@@ -36,24 +40,23 @@ class LayerWeights:
     router: Tensor | None = None  # [experts, hidden_size]
 
     def matrices(self) -> list[str]:
-        """Names of what all rows are multiplied with; of experts only the router."""
-        names = ("qkv", "output", "gate_up", "down", "router")
-        return [name for name in names if (value := getattr(self, name)) is not None and value.ndim == 2]
+        """Names of what rows are multiplied with."""
+        return [name for name in ("qkv", "output", "gate_up", "down", "router") if getattr(self, name) is not None]
 
-    def tensors(self) -> list[Tensor]:
-        """All tensors that are there."""
-        values = (getattr(self, name) for name in self.__slots__)
-        return [value for value in values if value is not None]
+    @property
+    def size_bytes(self) -> int:
+        """Memory of all tensors."""
+        return sum(_size_bytes(getattr(self, name)) for name in self.__slots__)
 
 
 @dataclass(slots=True)
 class Weights:
     """All weights of a model, of one type on one device."""
 
-    embedding: Tensor  # [vocab_size, hidden_size], or of the width of embeddings
+    embedding: Matrix  # [vocab_size, hidden_size], or of the width of embeddings
     layers: Sequence[LayerWeights]
     final_norm: Tensor | None
-    lm_head: Tensor  # as the embedding, which it is where the model ties them
+    lm_head: Matrix  # as the embedding, which it is where the model ties them
     positions: Tensor | None = None  # [num_positions, hidden_size] learned ones
     project_in: Tensor | None = None  # [hidden_size, width of embeddings]
     project_out: Tensor | None = None  # [width of embeddings, hidden_size]
@@ -62,9 +65,16 @@ class Weights:
     def size_bytes(self) -> int:
         """Memory of all tensors, a tied head counted once."""
         head = None if self.lm_head is self.embedding else self.lm_head
-        outside = [self.embedding, self.final_norm, head, self.positions, self.project_in, self.project_out]
-        tensors = [*(t for t in outside if t is not None), *(t for layer in self.layers for t in layer.tensors())]
-        return sum(t.numel() * t.element_size() for t in tensors)
+        outside = (self.embedding, self.final_norm, head, self.positions, self.project_in, self.project_out)
+        return sum(map(_size_bytes, outside)) + sum(layer.size_bytes for layer in self.layers)
+
+
+def _size_bytes(value: Matrix | list[Matrix] | None) -> int:
+    if value is None:
+        return 0
+    if isinstance(value, list):
+        return sum(map(_size_bytes, value))
+    return int(value.nbytes if isinstance(value, Int8Weight) else value.numel() * value.element_size())
 
 
 def allocate(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Weights:
