@@ -54,6 +54,7 @@ def score(types: Types, args: argparse.Namespace, windows: np.ndarray) -> tuple[
     cache = WindowCache(
         s_part.config, "fp32", context=args.context, max_windows=size, block_size=run.block_size, num_threads=threads
     )
+    cache.set_sinks(s_part.sinks())
     scores = []
     for first in range(0, len(windows), size):
         batch = windows[first : first + size]

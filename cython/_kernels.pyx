@@ -324,6 +324,7 @@ cdef class GroupAttention:
     cdef int32_t num_heads, group_size, wire_dtype
     cdef int64_t qkv_columns, partial_stride, workspace_floats
     cdef float scale, softcap
+    cdef const float[:, ::1] sinks  # [num_layers, num_heads], or None
     cdef Scratch partials, workspaces
 
     def __init__(self, CacheView cache not None, CacheView recent, *, int32_t num_heads, str wire_dtype,
@@ -336,12 +337,18 @@ cdef class GroupAttention:
             raise ValueError(f"softcap is {softcap}; it must be a positive number, or 0 for none")
         cdef int32_t head_dim = cache.view.head_dim
         self.cache, self.recent, self.num_heads, self.scale = cache, recent, num_heads, scale
-        self.softcap = softcap
+        self.softcap, self.sinks = softcap, None
         self.wire_dtype, self.group_size = DTYPES[wire_dtype], num_heads // cache.num_kv_heads
         self.qkv_columns = <int64_t> (num_heads + 2 * cache.num_kv_heads) * head_dim
         self.partial_stride = partial_floats(self.group_size, head_dim)
         self.workspace_floats = workspace_floats(self.group_size, head_dim)
         self.partials, self.workspaces = Scratch(), Scratch()
+
+    def set_sinks(self, const float[:, ::1] sinks not None):
+        """Give each query head of each layer a score without a value: [num_layers, num_heads]."""
+        expect("layers of sinks", sinks.shape[0], self.cache.num_layers)
+        expect("heads of sinks", sinks.shape[1], self.num_heads)
+        self.sinks = sinks
 
     def attend(self, int32_t layer, GroupPlan plan not None, qkv, out, int64_t piece, lse=None):
         """Attention of the rows of one piece.
@@ -369,6 +376,7 @@ cdef class GroupAttention:
         args.out, args.out_row_bytes = outputs.data, outputs.row_bytes
         args.group_size, args.num_heads = self.group_size, self.num_heads
         args.wire_dtype, args.scale, args.softcap = self.wire_dtype, self.scale, self.softcap
+        args.sinks = &self.sinks[layer, 0] if self.sinks is not None else NULL
         args.lse = NULL
         if lse is not None:
             sums = Rows(lse, 0, plan.num_rows, self.num_heads, True, "lse")

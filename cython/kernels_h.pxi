@@ -34,6 +34,7 @@ cdef extern from "kernels/kernels.h" namespace "fastdecode" nogil:
         int32_t wire_dtype
         float scale
         float softcap
+        const float* sinks
 
     cdef struct Span:
         int32_t row

@@ -1,7 +1,7 @@
 # What the S-Part does to rows, beside the products that torch does; a part of _kernels.pyx.
 #
-# Memory comes as addresses, as tensors have them, and callers answer for shapes and types: `s_part.row_kernels` and
-# `s_part.int8_weights`, their only ones, check them. Row r of a tensor lies at address + r // inner * outer_bytes + r % inner * inner_bytes.
+# Memory comes as addresses, as tensors have them, and callers answer for shapes and types: `s_part.row_kernels`, their
+# only one, checks them. Row r of a tensor lies at address + r // inner * outer_bytes + r % inner * inner_bytes.
 
 cdef int64_t MIN_PARALLEL_BYTES = 1 << 17  # read and written; for fewer, starting threads costs more
 cdef int64_t MIN_PARALLEL_GATES = 1 << 14  # an exponential and a division each

@@ -48,6 +48,7 @@ struct Case {
   bool has_recent;
   std::int32_t key_dtype, value_dtype, recent_key_dtype, recent_value_dtype, wire_dtype;
   int special;     // of how many values one is unusual; 0: none
+  bool has_sinks;
   bool can_break;  // unusual values include infinities and NaN
 };
 
@@ -69,6 +70,7 @@ Case random_case(Random& random) {
   c.wire_dtype = random.upto(2);
   c.special = random.one_in(2) ? 0 : 1 << random.between(2, 12);
   c.can_break = random.one_in(2);
+  c.has_sinks = random.one_in(3);
   return c;
 }
 
@@ -76,10 +78,11 @@ std::string describe(const Case& c) {
   char text[400];
   std::snprintf(text, sizeof text,
                 "rows %d, KV heads %d, group %d, head_dim %d, block %d, recent %s (block %d, K %s, V %s), window %d, "
-                "span %d, K %s, V %s, wire %s, one value in %d is special%s",
+                "span %d, K %s, V %s, wire %s, %s one value in %d is special%s",
                 c.num_rows, c.num_kv_heads, c.group_size, c.head_dim, c.block_size, c.has_recent ? "yes" : "no",
                 c.recent_block_size, kNames[c.recent_key_dtype], kNames[c.recent_value_dtype], c.window, c.span,
-                kNames[c.key_dtype], kNames[c.value_dtype], kNames[c.wire_dtype], c.special,
+                kNames[c.key_dtype], kNames[c.value_dtype], kNames[c.wire_dtype],
+                c.has_sinks ? "sinks," : "no sinks,", c.special,
                 c.can_break ? ", perhaps infinite or NaN" : "");
   return text;
 }
@@ -173,6 +176,7 @@ struct Problem {
   std::vector<int> positions, firsts, borders;  // of each row: newest token, oldest visible, oldest in the recent copy
   std::vector<std::vector<float>> tokens;       // of each row: [position - first + 1, (K, V), num_kv_heads, head_dim]
   std::vector<float> queries;                   // [num_rows, num_heads, head_dim]
+  std::vector<float> sinks;                     // [num_heads], or none
   float scale, softcap;
 
   Problem(const Case& config, Random& random) : c(config) {
@@ -194,6 +198,7 @@ struct Problem {
     }
     scale = random.one_in(2) ? 1.0f / std::sqrt(static_cast<float>(c.head_dim)) : 0.3f;
     softcap = random.one_in(3) ? random.one_in(2) ? 50.0f : 0.7f : 0.0f;
+    for (int h = 0; c.has_sinks && h < num_heads(); ++h) sinks.push_back(3.0f * random.bell());
   }
 
   int num_heads() const { return c.num_kv_heads * c.group_size; }
@@ -318,6 +323,7 @@ class Check {
     args.wire_dtype = c_.wire_dtype;
     args.scale = problem_.scale;
     args.softcap = problem_.softcap;
+    args.sinks = c_.has_sinks ? problem_.sinks.data() : nullptr;
     for (int r = 0; r < c_.num_rows; ++r) {
       for (int head = 0; head < c_.num_kv_heads; ++head) attend_pair(args, r, head);
     }
@@ -352,7 +358,11 @@ class Check {
     for (int h = head * c_.group_size; h < (head + 1) * c_.group_size; ++h) {
       const float* query = problem_.queries.data() + (std::int64_t{row} * problem_.num_heads() + h) * c_.head_dim;
       const std::vector<double> wide(query, query + c_.head_dim);
-      const std::string wrong = check_head(row, h, plain::attend(wide, keys, values, problem_.scale, problem_.softcap));
+      const double* sink = nullptr;
+      const double value = c_.has_sinks ? problem_.sinks[h] : 0;
+      if (c_.has_sinks) sink = &value;
+      const std::string wrong =
+          check_head(row, h, plain::attend(wide, keys, values, problem_.scale, problem_.softcap, sink));
       if (!wrong.empty()) return "row " + std::to_string(row) + ", query head " + std::to_string(h) + wrong;
     }
     return "";

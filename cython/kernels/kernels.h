@@ -62,6 +62,7 @@ struct AttendArgs {
   std::int32_t wire_dtype;  // of queries and out
   float scale;              // of the scores
   float softcap;            // scores become softcap * tanh(score / softcap); 0: they stay
+  const float* sinks;       // [num_heads] a score without a value beside the others, or null
 };
 
 // One (row, KV head) and a run of its tokens.

@@ -12,35 +12,35 @@
 
 namespace {
 
-constexpr int kTileVecs = 2;  // vectors of outputs of a tile
-constexpr int kTileOut = kTileVecs * Vec::width;
+constexpr int kOutVecs = 2;  // vectors of outputs of a tile
+constexpr int kTileOut = kOutVecs * Vec::width;
 constexpr int kTileRows = Vec::registers >= 32 ? 12 : Vec::registers >= 16 ? 6 : 2;
 
 // `rows` [R][kPackedStride] times `weights` [count][kPanelOut], added to `out`; stored there for the first group.
 template <int R>
 void multiply_tile(const float* rows, const float* weights, std::int64_t count, float* out, std::int64_t out_stride,
                    bool is_first) {
-  Vec sums[R][kTileVecs];
+  Vec sums[R][kOutVecs];
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 2
-    for (int v = 0; v < kTileVecs; ++v) sums[r][v] = broadcast(0.0f);
+    for (int v = 0; v < kOutVecs; ++v) sums[r][v] = broadcast(0.0f);
   }
   for (std::int64_t k = 0; k < count; ++k) {
-    Vec w[kTileVecs];
+    Vec w[kOutVecs];
 #pragma GCC unroll 2
-    for (int v = 0; v < kTileVecs; ++v) w[v] = load(weights + k * fastdecode::kPanelOut + v * Vec::width);
+    for (int v = 0; v < kOutVecs; ++v) w[v] = load(weights + k * fastdecode::kPanelOut + v * Vec::width);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const Vec x = broadcast(rows[r * kPackedStride + k]);
 #pragma GCC unroll 2
-      for (int v = 0; v < kTileVecs; ++v) sums[r][v] = fused(x, w[v], sums[r][v]);
+      for (int v = 0; v < kOutVecs; ++v) sums[r][v] = fused(x, w[v], sums[r][v]);
     }
   }
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 2
-    for (int v = 0; v < kTileVecs; ++v) {
+    for (int v = 0; v < kOutVecs; ++v) {
       float* target = out + r * out_stride + v * Vec::width;
       store(target, is_first ? sums[r][v] : add(load(target), sums[r][v]));
     }

@@ -123,6 +123,7 @@ class GroupAttention:
         scale: float,
         softcap: float,
     ) -> None: ...
+    def set_sinks(self, sinks: np.ndarray) -> None: ...
     def attend(
         self,
         layer: int,

@@ -69,7 +69,7 @@ def test_logits_are_those_of_the_values_that_are_left(config: ModelConfig) -> No
     torch.testing.assert_close(got, logits_of(make_s_part(config, widened(weights)), ids), rtol=0, atol=1e-4)
     torch.testing.assert_close(got, Reference(make_s_part(config, weights)).logits(ids), rtol=0, atol=1e-4)
     plain = logits_of(make_s_part(config, make_weights(config, "auto")), ids)
-    assert 1e-4 < float((got - plain).abs().max()) < 0.3  # they are rounded, and not by much
+    assert 1e-4 < float((got - plain).abs().mean()) < 0.05  # rounded, not by much; an expert may be another
 
 
 @models
@@ -123,7 +123,7 @@ def test_checkpoints_of_families(family: str, tmp_path: Path) -> None:
     floats = SPart(config, weights, device=CPU, dtype=torch.float32, batch_invariant=False)
     exact = logits_of(floats, ids)
     got = logits_of(s_part, ids)
-    assert float((got - exact).abs().max()) < 0.15 * float(exact.abs().max())
+    assert float((got - exact).abs().mean()) < 0.02 * float(exact.abs().max())
     assert float((got - Reference(s_part).logits(ids)).abs().max()) < 1e-4 * float(exact.abs().max())
 
 

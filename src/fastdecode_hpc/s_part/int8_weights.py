@@ -2,10 +2,10 @@
 
 Notes
 -----
-torch has such a product for its compiler's use, `_weight_int8pack_mm`: with one scale an output, in the rows' type, and
-slow beside oneDNN for more than a few rows. Here codes become floats once for all rows of a batch, so a product takes
-hardly longer than in float32 where there are many rows, and where there are few, as long as reading a quarter of the
-bytes does. A row's bits depend on that row alone.
+torch has such a product for its compiler's use, `_weight_int8pack_mm`: with one scale an output, in the rows' type, 1.3
+times as long as this one for 32 rows in bf16 and 60 times in fp32. Here codes become floats once for all rows of a
+batch, so a product takes about as long as in float32 where there are many rows, and where there are few, as long as
+reading a quarter of the bytes does. A row's bits depend on that row alone.
 """
 
 from __future__ import annotations
@@ -16,10 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastdecode_hpc import _kernels
-from fastdecode_hpc.isa import choose_isa
+from fastdecode_hpc.s_part import row_kernels
 
-PANEL, GROUP = _kernels.INT8_PANEL, _kernels.INT8_GROUP
+PANEL, GROUP = row_kernels.INT8_PANEL, row_kernels.INT8_GROUP
 _LARGEST = 127
 
 
@@ -68,16 +67,8 @@ class Int8Weight:
         bias : Tensor, optional
             ``[out]``
         """
-        rows, threads = x.float(), torch.get_num_threads()
-        rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-        assert rows.is_cpu and rows.shape[1:] == (self.num_in,), (rows.shape, self.shape)
-        out = torch.empty(len(rows), self.scales.shape[1])
-        workspace = torch.empty(threads, _kernels.PRODUCT_FLOATS)
-        choose_isa()
-        _kernels.multiply_int8(
-            rows.data_ptr(), len(rows), rows.stride(0), self.num_in, self.codes.data_ptr(), self.scales.data_ptr(),
-            out.shape[1] // PANEL, out.data_ptr(), workspace.data_ptr(), threads,
-        )  # fmt: skip
+        rows = x.float()
+        out = row_kernels.multiply_int8(rows if rows.stride(1) == 1 else rows.contiguous(), self.codes, self.scales)
         out = out[:, : self.num_out].contiguous()
         return (out if bias is None else out.add_(bias)).to(x.dtype)
 

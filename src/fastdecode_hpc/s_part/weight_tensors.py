@@ -19,17 +19,17 @@ Matrix: TypeAlias = Tensor | Int8Weight
 class LayerWeights:
     """One layer; None: the model has none.
 
-    Matrices are ``[out, in]``, with experts ``[experts, out, in]``, or a list of packed ones. A norm is ``[size]``, or
-    ``[2, size]`` of weights and biases.
+    Matrices are ``[out, in]``, with experts ``[experts, out, in]``, until they are packed: then each is a `Matrix`, and
+    those of experts are a list. A norm is ``[size]``, or ``[2, size]`` of weights and biases.
     """
 
-    qkv: Matrix  # [qkv_size, hidden_size]
+    qkv: Tensor  # [qkv_size, hidden_size]
     qkv_bias: Tensor | None
-    output: Matrix  # [hidden_size, q_size]
+    output: Tensor  # [hidden_size, q_size]
     output_bias: Tensor | None
-    gate_up: Matrix | list[Matrix]  # [2 * intermediate_size, hidden_size]; half as many rows where there is no gate
+    gate_up: Tensor  # [2 * intermediate_size, hidden_size]; half as many rows where there is no gate
     gate_up_bias: Tensor | None
-    down: Matrix | list[Matrix]  # [hidden_size, intermediate_size]
+    down: Tensor  # [hidden_size, intermediate_size]
     down_bias: Tensor | None
     attention_norm: Tensor | None  # before attention
     attention_out_norm: Tensor | None  # of what it adds, or of the sum
@@ -38,15 +38,17 @@ class LayerWeights:
     q_norm: Tensor | None = None  # [head_dim], or [q_size]
     k_norm: Tensor | None = None  # [head_dim], or [kv_size]
     router: Tensor | None = None  # [experts, hidden_size]
+    router_bias: Tensor | None = None
+    sinks: Tensor | None = None  # [num_heads]
 
     def matrices(self) -> list[str]:
         """Names of what rows are multiplied with."""
         return [name for name in ("qkv", "output", "gate_up", "down", "router") if getattr(self, name) is not None]
 
-    @property
-    def size_bytes(self) -> int:
-        """Memory of all tensors."""
-        return sum(_size_bytes(getattr(self, name)) for name in self.__slots__)
+    def tensors(self) -> list[Matrix]:
+        """All tensors that are there."""
+        values = [value for name in self.__slots__ if (value := getattr(self, name)) is not None]
+        return [each for value in values for each in (value if isinstance(value, list) else [value])]
 
 
 @dataclass(slots=True)
@@ -65,16 +67,9 @@ class Weights:
     def size_bytes(self) -> int:
         """Memory of all tensors, a tied head counted once."""
         head = None if self.lm_head is self.embedding else self.lm_head
-        outside = (self.embedding, self.final_norm, head, self.positions, self.project_in, self.project_out)
-        return sum(map(_size_bytes, outside)) + sum(layer.size_bytes for layer in self.layers)
-
-
-def _size_bytes(value: Matrix | list[Matrix] | None) -> int:
-    if value is None:
-        return 0
-    if isinstance(value, list):
-        return sum(map(_size_bytes, value))
-    return int(value.nbytes if isinstance(value, Int8Weight) else value.numel() * value.element_size())
+        outside = [self.embedding, self.final_norm, head, self.positions, self.project_in, self.project_out]
+        tensors = [*(t for t in outside if t is not None), *(t for layer in self.layers for t in layer.tensors())]
+        return sum(t.nbytes if isinstance(t, Int8Weight) else t.numel() * t.element_size() for t in tensors)
 
 
 def allocate(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Weights:
@@ -113,6 +108,8 @@ def allocate(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> W
             q_norm=qk_norm(config.q_size),
             k_norm=qk_norm(config.kv_size),
             router=only(bool(experts), *experts, hidden),
+            router_bias=only(config.experts is not None and config.experts.router_bias, *experts),
+            sinks=only(config.attention_sinks, config.num_heads),
         )
 
     embedding = empty(config.vocab_size, width)

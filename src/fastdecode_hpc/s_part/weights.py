@@ -111,7 +111,8 @@ def dummy_weights(
 
 def _fill_randomly(target: Target, config: ModelConfig, generator: torch.Generator) -> None:
     if len(target.shape) > 1:
-        bound = math.sqrt(3 / target.place.shape[-1])
+        num_in = target.place.shape[target.place.stride().index(1)]  # a matrix's inputs lie side by side
+        bound = math.sqrt(3 / num_in)
         target.place.uniform_(-bound, bound, generator=generator)
     else:
         is_norm_weight = target.is_norm and target.name.endswith(".weight")
