@@ -3,6 +3,7 @@
 cdef extern from "kernels/kernels.h" namespace "fastdecode" nogil:
     const int kPanelOut
     const int kGroupIn
+    const int kScaleIn
 
     cdef struct LayerView:
         char* keys
@@ -59,6 +60,7 @@ cdef extern from "kernels/kernels.h" namespace "fastdecode" nogil:
         int64_t num_panels
         const int8_t* codes
         const float* scales
+        const float* offsets
         float* out
 
     cdef struct Kernels:

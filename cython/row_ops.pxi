@@ -60,7 +60,8 @@ def to_wire(uintptr_t rows, int64_t num_rows, int64_t row_bytes, int32_t dtype, 
 
 
 def multiply_int8(uintptr_t rows, int64_t num_rows, int64_t row_stride, int64_t num_in, uintptr_t codes,
-                  uintptr_t scales, int64_t num_panels, uintptr_t target, uintptr_t workspace, int num_threads):
+                  uintptr_t scales, uintptr_t offsets, int64_t num_panels, uintptr_t target, uintptr_t workspace,
+                  int num_threads):
     """Products of rows of float32 with weights of 8 bits; the workspace has PRODUCT_FLOATS for each thread."""
     cdef Int8Product product
     cdef int64_t part
@@ -69,7 +70,8 @@ def multiply_int8(uintptr_t rows, int64_t num_rows, int64_t row_stride, int64_t 
     cdef const Kernels* kernels = active
     product.rows, product.row_stride, product.num_rows = <const float*> rows, row_stride, num_rows
     product.num_in, product.num_panels = num_in, num_panels
-    product.codes, product.scales, product.out = <const int8_t*> codes, <const float*> scales, <float*> target
+    product.codes, product.out = <const int8_t*> codes, <float*> target
+    product.scales, product.offsets = <const float*> scales, <const float*> offsets
     for part in prange(parts, nogil=True, schedule="static", num_threads=parts):
         kernels.multiply_int8(product, part * num_panels // parts, (part + 1) * num_panels // parts,
                               <float*> workspace + part * floats)

@@ -561,14 +561,16 @@ std::string check_product(const Kernels& kernels) {
     const int num_rows = random.one_in(10) ? kRowBlock + random.between(1, 20) : random.between(1, 30);
     const int num_in = random.between(1, random.one_in(3) ? 400 : 40), stride = num_in + random.upto(5);
     const int num_panels = random.between(1, 3), outputs = num_panels * kPanelOut;
-    std::vector<float> rows((num_rows - 1) * stride + num_in), scales((num_in + kGroupIn - 1) / kGroupIn * outputs);
+    std::vector<float> rows((num_rows - 1) * stride + num_in), scales((num_in + kScaleIn - 1) / kScaleIn * outputs);
     std::vector<float> out(num_rows * outputs, NAN);
     std::vector<std::int8_t> codes(num_in * outputs);
+    std::vector<float> offsets(scales.size());
     for (float& each : rows) each = random.bell();
     for (float& each : scales) each = random.one_in(9) ? 0.0f : std::fabs(random.bell());
-    for (std::int8_t& each : codes) each = static_cast<std::int8_t>(random.between(-127, 127));
-    const Int8Product product = {rows.data(),  stride,        num_rows,   num_in, num_panels,
-                                 codes.data(), scales.data(), out.data()};
+    for (float& each : offsets) each = random.one_in(2) ? 0.0f : 50.0f * random.bell();
+    for (std::int8_t& each : codes) each = static_cast<std::int8_t>(random.between(-128, 127));
+    const Int8Product product = {rows.data(),  stride,        num_rows,       num_in,    num_panels,
+                                 codes.data(), scales.data(), offsets.data(), out.data()};
     const int cut = random.upto(num_panels);
     kernels.multiply_int8(product, cut, num_panels, workspace.get());
     kernels.multiply_int8(product, 0, cut, workspace.get());
@@ -578,9 +580,10 @@ std::string check_product(const Kernels& kernels) {
         for (int k = 0; k < num_in; ++k) {
           const int group = k / kGroupIn, first = group * kGroupIn, count = std::min(kGroupIn, num_in - first);
           const int place = (first * num_panels + o / kPanelOut * count + k - first) * kPanelOut + o % kPanelOut;
-          const double term = double{rows[r * stride + k]} * codes[place] * scales[group * outputs + o];
-          sum += term;
-          size += std::fabs(term);
+          const int scale = k / kScaleIn * outputs + o;
+          const double x = rows[r * stride + k], product = double{scales[scale]} * codes[place];
+          sum += x * (offsets[scale] + product);
+          size += std::fabs(x) * (std::fabs(offsets[scale]) + std::fabs(product));
         }
         if (!(std::fabs(out[r * outputs + o] - sum) <= (kGroupIn + 8) * 0x1p-24 * size)) {
           return "product of " + std::to_string(num_rows) + " rows of " + std::to_string(num_in);

@@ -95,12 +95,13 @@ std::int64_t partial_floats(std::int32_t group_size, std::int32_t head_dim);
 std::int64_t workspace_floats(std::int32_t group_size, std::int32_t head_dim);
 
 // Rows times a matrix [num_out, num_in] of 8 bits, for the S-Part. kPanelOut outputs are a panel, kGroupIn inputs a group,
-// of which the last may have fewer:
-//   codes    [groups][panels][inputs of the group][32 outputs]; value = scale * code
-//   scales   [groups][panels][32 outputs]
+// and kScaleIn inputs of an output share a scale and an offset; the last ones may be fewer:
+//   codes    [groups][panels][inputs of the group][32 outputs]; value = offset + scale * code
+//   scales, offsets   [num_in / 32][panels][32 outputs]
 // so that whoever computes some panels reads runs of memory, once for kRowBlock rows.
 constexpr int kPanelOut = 32;
 constexpr int kGroupIn = 128;
+constexpr int kScaleIn = 32;
 constexpr int kRowBlock = 240;
 
 struct Int8Product {
@@ -111,6 +112,7 @@ struct Int8Product {
   std::int64_t num_panels;
   const std::int8_t* codes;
   const float* scales;
+  const float* offsets;
   float* out;  // [num_rows, num_panels * kPanelOut]
 };
 

@@ -1,7 +1,7 @@
 // Products of the S-Part's rows with weights of 8 bits. Included after a vec_<isa>.h.
 //
-// The codes of a panel and group become floats once, times their scales, for all rows of a block; then tiles of a few
-// rows are multiplied, their sums in registers. Each output is the sum, over groups in their order, of sums over a group's
+// The codes of a panel and group become values once for all rows of a block; then tiles of a few rows are multiplied,
+// their sums in registers. Each output is the sum, over groups in their order, of sums over a group's
 // inputs in their order, each product and sum rounded at once: its bits depend on its row and column alone, not on the
 // other rows, on who computes what, or on the instruction set.
 #pragma once
@@ -69,16 +69,24 @@ void multiply_panel(const float* rows, std::int64_t num_rows, const float* weigh
   }
 }
 
-// Values of one panel of one group, [count][kPanelOut].
-void widen_codes(const std::int8_t* codes, const float* scales, std::int64_t count, float* weights) {
+// Values of one panel of one group, [count][kPanelOut]; scales and offsets lie `stride` apart.
+void widen_codes(const std::int8_t* codes, const float* scales, const float* offsets, std::int64_t stride,
+                 std::int64_t count, float* weights) {
+  constexpr int kVecs = fastdecode::kPanelOut / Vec::width;
   const Int8* from = reinterpret_cast<const Int8*>(codes);
-  Vec scale[fastdecode::kPanelOut / Vec::width];
-  for (int v = 0; v < fastdecode::kPanelOut / Vec::width; ++v) scale[v] = load(scales + v * Vec::width);
-  for (std::int64_t k = 0; k < count; ++k) {
+  for (std::int64_t first = 0; first < count; first += fastdecode::kScaleIn, scales += stride, offsets += stride) {
+    Vec scale[kVecs], offset[kVecs];
+    for (int v = 0; v < kVecs; ++v) {
+      scale[v] = load(scales + v * Vec::width);
+      offset[v] = load(offsets + v * Vec::width);
+    }
+    const std::int64_t stop = first + fastdecode::kScaleIn < count ? first + fastdecode::kScaleIn : count;
+    for (std::int64_t k = first; k < stop; ++k) {
 #pragma GCC unroll 8
-    for (int v = 0; v < fastdecode::kPanelOut / Vec::width; ++v) {
-      const std::int64_t at = k * fastdecode::kPanelOut + v * Vec::width;
-      store(weights + at, mul(load(from + at), scale[v]));
+      for (int v = 0; v < kVecs; ++v) {
+        const std::int64_t at = k * fastdecode::kPanelOut + v * Vec::width;
+        store(weights + at, add(mul(load(from + at), scale[v]), offset[v]));
+      }
     }
   }
 }
@@ -97,8 +105,9 @@ void multiply_int8(const fastdecode::Int8Product& p, std::int64_t first_panel, s
                static_cast<size_t>(count) * sizeof(float));
       }
       for (std::int64_t panel = first_panel; panel < last_panel; ++panel) {
-        widen_codes(p.codes + (k * p.num_panels + panel * count) * kOut,
-                    p.scales + (k / kIn * p.num_panels + panel) * kOut, count, workspace);
+        const std::int64_t scale = (k / fastdecode::kScaleIn * p.num_panels + panel) * kOut;
+        widen_codes(p.codes + (k * p.num_panels + panel * count) * kOut, p.scales + scale, p.offsets + scale,
+                    out_stride, count, workspace);
         multiply_panel(rows, num_rows, workspace, count, p.out + row * out_stride + panel * kOut, out_stride, k == 0);
       }
     }

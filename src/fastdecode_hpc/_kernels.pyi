@@ -7,6 +7,7 @@ CACHE_DTYPES: dict[str, int]
 READ_LOOPS: tuple[str, ...]
 INT8_PANEL: int
 INT8_GROUP: int
+INT8_SCALED: int
 PRODUCT_FLOATS: int
 
 def available_isas() -> tuple[str, ...]: ...
@@ -63,6 +64,7 @@ def multiply_int8(
     num_in: int,
     codes: int,
     scales: int,
+    offsets: int,
     num_panels: int,
     target: int,
     workspace: int,

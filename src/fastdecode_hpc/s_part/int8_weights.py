@@ -18,15 +18,14 @@ from torch import Tensor
 
 from fastdecode_hpc.s_part import row_kernels
 
-PANEL, GROUP = row_kernels.INT8_PANEL, row_kernels.INT8_GROUP
-_LARGEST = 127
+PANEL, GROUP, SCALED = row_kernels.INT8_PANEL, row_kernels.INT8_GROUP, row_kernels.INT8_SCALED
 
 
 class Int8Weight:
-    """A matrix ``[out, in]`` whose values are a code of 8 bits times a scale of their group.
+    """A matrix ``[out, in]`` in codes of 8 bits; 32 inputs of an output share a scale and an offset.
 
-    A group is 128 inputs of one output, the last one perhaps fewer; its largest magnitude has the code 127. A group
-    with an infinite value, or with one that is no number, has no numbers.
+    A value is offset + scale * code. Where 32 values are multiples of one number or lie on 16 levels, as files of types
+    Q8_0 and Q4_1 have them, they stay but for a float's rounding. Those beside an infinite one become no numbers.
 
     Parameters
     ----------
@@ -34,18 +33,20 @@ class Int8Weight:
         ``[out, in]`` of floats, on a CPU.
     """
 
-    __slots__ = ("codes", "num_in", "num_out", "scales")
+    __slots__ = ("codes", "num_in", "num_out", "offsets", "scales")
 
     def __init__(self, weight: Tensor) -> None:
         self.num_out, self.num_in = weight.shape
-        num_panels = -(-self.num_out // PANEL)
-        self.codes = torch.empty(self.num_in * num_panels * PANEL, dtype=torch.int8)  # as kernels.h has them
-        self.scales = torch.empty(-(-self.num_in // GROUP), num_panels * PANEL)
-        for scales, (inputs, codes) in zip(self.scales, self._groups(), strict=True):
-            values = F.pad(weight[:, inputs].float(), (0, 0, 0, num_panels * PANEL - self.num_out))
-            torch.div(values.abs().amax(dim=1), _LARGEST, out=scales)
-            values = (values / scales[:, None]).nan_to_num_(0.0, 0.0, 0.0).round_()  # 0 / 0 is 0 here
-            codes.copy_(values.unflatten(0, (num_panels, PANEL)).transpose(1, 2))
+        padded = -(-self.num_out // PANEL) * PANEL
+        self.codes = torch.empty(self.num_in * padded, dtype=torch.int8)  # as kernels.h has them
+        self.scales, self.offsets = torch.empty(2, -(-self.num_in // SCALED), padded)
+        for inputs, target in self._groups():
+            values, count = weight[:, inputs].float(), inputs.stop - inputs.start
+            values = F.pad(values, (0, -count % SCALED, 0, padded - self.num_out)).unflatten(1, (-1, SCALED))
+            codes, scales, offsets = _quantise(values)
+            target.copy_(codes.flatten(1)[:, :count].unflatten(0, (-1, PANEL)).transpose(1, 2))
+            places = slice(inputs.start // SCALED, inputs.start // SCALED + values.shape[1])
+            self.scales[places], self.offsets[places] = scales.T, offsets.T
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -54,8 +55,8 @@ class Int8Weight:
 
     @property
     def nbytes(self) -> int:
-        """Memory of codes and scales."""
-        return int(self.codes.nbytes + self.scales.nbytes)
+        """Memory of codes, scales and offsets."""
+        return int(self.codes.nbytes + self.scales.nbytes + self.offsets.nbytes)
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """``x @ weight.T + bias``, summed in float32 and rounded to the type of `x` once.
@@ -68,18 +69,19 @@ class Int8Weight:
             ``[out]``
         """
         rows = x.float()
-        out = row_kernels.multiply_int8(rows if rows.stride(1) == 1 else rows.contiguous(), self.codes, self.scales)
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        out = row_kernels.multiply_int8(rows, self.codes, self.scales, self.offsets)
         out = out[:, : self.num_out].contiguous()
         return (out if bias is None else out.add_(bias)).to(x.dtype)
 
     def rows(self, numbers: Tensor) -> Tensor:
         """Some rows of the matrix, by ``[n]`` int64 numbers: ``[n, in]`` float32, exactly what products take."""
         panels, lanes = numbers // PANEL, numbers % PANEL
-        parts = (
-            codes[panels, :, lanes] * scales[numbers, None]
-            for scales, (_, codes) in zip(self.scales, self._groups(), strict=True)
+        codes = torch.cat([group[panels, :, lanes] for _, group in self._groups()], dim=1)
+        scales, offsets = (
+            x[:, numbers].T.repeat_interleave(SCALED, dim=1)[:, : self.num_in] for x in (self.scales, self.offsets)
         )
-        return torch.cat(list(parts), dim=1)
+        return codes * scales + offsets
 
     def dequantised(self) -> Tensor:
         """The whole matrix, ``[out, in]`` float32."""
@@ -89,6 +91,30 @@ class Int8Weight:
         """Inputs of each group, and their codes ``[panels, inputs, 32]``."""
         padded = self.scales.shape[1]
         for first in range(0, self.num_in, GROUP):
-            count = min(GROUP, self.num_in - first)
-            codes = self.codes[first * padded : (first + count) * padded]
-            yield slice(first, first + count), codes.view(-1, count, PANEL)
+            stop = min(first + GROUP, self.num_in)
+            yield slice(first, stop), self.codes[first * padded : stop * padded].view(-1, stop - first, PANEL)
+
+
+def _quantise(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes ``[out, n, 32]``, scales and offsets ``[out, n]`` of values ``[out, n, 32]``.
+
+    Codes are spread over what the values span, or, where that comes nearer to them, evenly about 0.
+    """
+    low, high = values.amin(dim=-1), values.amax(dim=-1)
+    scales, even_scales = (high - low) / 255, torch.maximum(high, -low) / 127
+    offsets, no_offsets = low + 128 * scales, torch.zeros_like(low)
+    codes, errors = _codes(values, scales, offsets)
+    even_codes, even_errors = _codes(values, even_scales, no_offsets)
+    spans = errors < even_errors
+    return (
+        torch.where(spans[..., None], codes, even_codes),
+        torch.where(spans, scales, even_scales),
+        torch.where(spans, offsets, no_offsets),
+    )
+
+
+def _codes(values: Tensor, scales: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest codes, as floats, and the sum of squares of what they are off by."""
+    scales, offsets = scales[..., None], offsets[..., None]
+    codes = ((values - offsets) / scales).nan_to_num_(0.0, 0.0, 0.0).round_().clamp_(-128, 127)  # 0 / 0 is 0 here
+    return codes, (codes * scales + offsets - values).square_().sum(dim=-1)
