@@ -8,7 +8,7 @@ The arithmetic is in ``kernels/``, the list of work comes from `r_part.step_work
 from cpython.buffer cimport PyBUF_FORMAT, PyBUF_STRIDES, PyBUF_WRITABLE, PyBuffer_Release, PyObject_GetBuffer
 from cython.parallel cimport parallel, prange, threadid
 from libc.errno cimport errno
-from libc.stdint cimport int32_t, int64_t, uint8_t, uintptr_t
+from libc.stdint cimport int8_t, int32_t, int64_t, uint8_t, uintptr_t
 from libc.string cimport memset, strcmp
 
 import numpy as np
@@ -23,6 +23,9 @@ cdef int[3] ITEM_BYTES = [4, 2, 2]
 cdef int64_t PAGE_BYTES = 4096
 cdef int64_t MIN_PARALLEL_VALUES = 1 << 16  # of K and V; to store fewer, starting threads costs more
 cdef int64_t LINE_FLOATS = 16  # of a cache line
+
+INT8_PANEL, INT8_GROUP, INT8_SCALED = kPanelOut, kGroupIn, kScaleIn  # of weights
+PRODUCT_FLOATS = product_floats()  # of one thread's workspace
 
 cdef const Kernels* active = available(num_available() - 1)
 
@@ -321,6 +324,7 @@ cdef class GroupAttention:
     cdef int32_t num_heads, group_size, wire_dtype
     cdef int64_t qkv_columns, partial_stride, workspace_floats
     cdef float scale, softcap
+    cdef const float[:, ::1] sinks  # [num_layers, num_heads], or None
     cdef Scratch partials, workspaces
 
     def __init__(self, CacheView cache not None, CacheView recent, *, int32_t num_heads, str wire_dtype,
@@ -333,12 +337,18 @@ cdef class GroupAttention:
             raise ValueError(f"softcap is {softcap}; it must be a positive number, or 0 for none")
         cdef int32_t head_dim = cache.view.head_dim
         self.cache, self.recent, self.num_heads, self.scale = cache, recent, num_heads, scale
-        self.softcap = softcap
+        self.softcap, self.sinks = softcap, None
         self.wire_dtype, self.group_size = DTYPES[wire_dtype], num_heads // cache.num_kv_heads
         self.qkv_columns = <int64_t> (num_heads + 2 * cache.num_kv_heads) * head_dim
         self.partial_stride = partial_floats(self.group_size, head_dim)
         self.workspace_floats = workspace_floats(self.group_size, head_dim)
         self.partials, self.workspaces = Scratch(), Scratch()
+
+    def set_sinks(self, const float[:, ::1] sinks not None):
+        """Give each query head of each layer a score without a value: [num_layers, num_heads]."""
+        expect("layers of sinks", sinks.shape[0], self.cache.num_layers)
+        expect("heads of sinks", sinks.shape[1], self.num_heads)
+        self.sinks = sinks
 
     def attend(self, int32_t layer, GroupPlan plan not None, qkv, out, int64_t piece, lse=None):
         """Attention of the rows of one piece.
@@ -366,6 +376,7 @@ cdef class GroupAttention:
         args.out, args.out_row_bytes = outputs.data, outputs.row_bytes
         args.group_size, args.num_heads = self.group_size, self.num_heads
         args.wire_dtype, args.scale, args.softcap = self.wire_dtype, self.scale, self.softcap
+        args.sinks = &self.sinks[layer, 0] if self.sinks is not None else NULL
         args.lse = NULL
         if lse is not None:
             sums = Rows(lse, 0, plan.num_rows, self.num_heads, True, "lse")

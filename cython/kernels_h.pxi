@@ -1,6 +1,10 @@
 # kernels/kernels.h as Cython sees it; comments are there.
 
 cdef extern from "kernels/kernels.h" namespace "fastdecode" nogil:
+    const int kPanelOut
+    const int kGroupIn
+    const int kScaleIn
+
     cdef struct LayerView:
         char* keys
         int64_t block_bytes
@@ -31,6 +35,7 @@ cdef extern from "kernels/kernels.h" namespace "fastdecode" nogil:
         int32_t wire_dtype
         float scale
         float softcap
+        const float* sinks
 
     cdef struct Span:
         int32_t row
@@ -63,6 +68,18 @@ cdef extern from "kernels/kernels.h" namespace "fastdecode" nogil:
         int32_t dtype
         float scale
         float softcap
+        const float* sinks
+
+    cdef struct Int8Product:
+        const float* rows
+        int64_t row_stride
+        int64_t num_rows
+        int64_t num_in
+        int64_t num_panels
+        const int8_t* codes
+        const float* scales
+        const float* offsets
+        float* out
 
     cdef struct Kernels:
         const char* name
@@ -77,10 +94,12 @@ cdef extern from "kernels/kernels.h" namespace "fastdecode" nogil:
         void (*rotate)(void*, const float*, int32_t, int64_t, int64_t, int64_t) noexcept nogil
         int64_t (*to_wire)(const void*, int32_t, void*, int32_t, int64_t) noexcept nogil
         void (*attend_prompt)(const PromptArgs&, int64_t, int64_t, int64_t, float*) noexcept nogil
+        void (*multiply_int8)(const Int8Product&, int64_t, int64_t, float*) noexcept nogil
 
     int64_t token_bytes(int32_t, int32_t)
     int64_t partial_floats(int32_t, int32_t)
     int64_t workspace_floats(int32_t, int32_t)
     int64_t prompt_workspace_floats(int64_t, int32_t, int32_t)
+    int64_t product_floats()
     int num_available()
     const Kernels* available(int)

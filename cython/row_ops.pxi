@@ -1,10 +1,11 @@
-# What the S-Part does to rows beside matrix products; a part of _kernels.pyx.
+# What the S-Part does to rows, beside the products that torch does; a part of _kernels.pyx.
 #
 # Memory comes as addresses, as tensors have them, and callers answer for shapes and types: `s_part.row_kernels`, their
 # only one, checks them. Row r of a tensor lies at address + r // inner * outer_bytes + r % inner * inner_bytes.
 
 cdef int64_t MIN_PARALLEL_BYTES = 1 << 17  # read and written; for fewer, starting threads costs more
 cdef int64_t MIN_PARALLEL_GATES = 1 << 14  # an exponential and a division each
+cdef int64_t MIN_PARALLEL_CODES = 1 << 15  # read, and multiplied with one row at least
 
 
 def rms_norm(uintptr_t rows, int64_t num_rows, int64_t inner, int64_t outer_bytes, int64_t inner_bytes,
@@ -56,6 +57,24 @@ def to_wire(uintptr_t rows, int64_t num_rows, int64_t row_bytes, int32_t dtype, 
         found += kernels.to_wire(<const void*> (rows + row * row_bytes), dtype,
                                  <void*> (target + row * target_row_bytes), target_dtype, num_columns)
     (<int64_t*> num_saturated)[0] += found
+
+
+def multiply_int8(uintptr_t rows, int64_t num_rows, int64_t row_stride, int64_t num_in, uintptr_t codes,
+                  uintptr_t scales, uintptr_t offsets, int64_t num_panels, uintptr_t target, uintptr_t workspace,
+                  int num_threads):
+    """Products of rows of float32 with weights of 8 bits; the workspace has PRODUCT_FLOATS for each thread."""
+    cdef Int8Product product
+    cdef int64_t part
+    cdef int64_t floats = product_floats()
+    cdef int parts = team(num_panels * kPanelOut * num_in, MIN_PARALLEL_CODES, num_threads)
+    cdef const Kernels* kernels = active
+    product.rows, product.row_stride, product.num_rows = <const float*> rows, row_stride, num_rows
+    product.num_in, product.num_panels = num_in, num_panels
+    product.codes, product.out = <const int8_t*> codes, <float*> target
+    product.scales, product.offsets = <const float*> scales, <const float*> offsets
+    for part in prange(parts, nogil=True, schedule="static", num_threads=parts):
+        kernels.multiply_int8(product, part * num_panels // parts, (part + 1) * num_panels // parts,
+                              <float*> workspace + part * floats)
 
 
 cdef inline int team(int64_t work, int64_t least, int num_threads) noexcept nogil:

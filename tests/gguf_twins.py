@@ -18,7 +18,7 @@ from fastdecode_hpc.s_part.weights import load_weights, read_model_config
 GGUF_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in (
         "llama", "tied", "biases", "linear-rope", "qwen2", "qwen3-moe", "olmo2", "granite", "gemma", "phi3-partial",
-        "phi3-long", "gpt-neox", "gpt-neox-serial", "gpt2",
+        "phi3-long", "yarn-rope", "olmo3", "gpt-neox", "gpt-neox-serial", "gpt2",
     )},
     "mixtral": ("mixtral", {"sliding_window": None}),
     "phi3": ("phi3", {"sliding_window": None}),
@@ -26,6 +26,8 @@ GGUF_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"attention_bias": False}),
     "gemma2": ("gemma2", {"query_pre_attn_scalar": 24}),
     "gemma3": ("gemma3", {"query_pre_attn_scalar": 24}),
+    # llama.cpp lets the ramp of yarn end at whole frequencies, which this family doesn't.
+    "gpt-oss": ("gpt-oss", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
 }  # fmt: skip
 
 
@@ -81,6 +83,13 @@ def add_sizes(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
         writer.add_rope_scaling_attn_factors(config.rope_scaling.attention_factor)
         writer.add_tensor("rope_factors_short.weight", np.array(config.rope_scaling.divisors, np.float32))
         writer.add_tensor("rope_factors_long.weight", np.array(config.rope_scaling.long_divisors, np.float32))
+    if config.rope_scaling is not None and config.rope_scaling.kind == "yarn":
+        scaling = config.rope_scaling
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(scaling.factor)
+        writer.add_rope_scaling_orig_ctx_len(scaling.original_max_position)
+        writer.add_rope_scaling_yarn_beta_fast(scaling.beta_fast)
+        writer.add_rope_scaling_yarn_beta_slow(scaling.beta_slow)
     if config.attention_softcap is not None:
         writer.add_attn_logit_softcapping(config.attention_softcap)
     if config.logit_softcap is not None:

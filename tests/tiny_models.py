@@ -76,6 +76,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "head_dim": 24, "attention_bias": True, "tie_word_embeddings": True},
     "qwen3-moe": _QWEN3_MOE,
     "qwen3-moe-shares": {**_QWEN3_MOE, "norm_topk_prob": False},
+    "gpt-oss": {
+        "model_type": "gpt_oss", **_EXPERTS, "num_local_experts": 4, "intermediate_size": 32, "head_dim": 24,
+        "sliding_window": 16, "rope_parameters": {**_YARN_ROPE, "truncate": False},
+    },
     "phi3": {"model_type": "phi3", "sliding_window": 20},
     "phi3-long": {"model_type": "phi3", "rope_parameters": _LONGROPE, "original_max_position_embeddings": 32},
     "phi3-partial": {"model_type": "phi3", "partial_rotary_factor": 0.5},
@@ -133,7 +137,7 @@ def make_checkpoint(folder: str | Path, family: str = "llama", *, seed: int = 0,
     centre = 0.0 if str(options["model_type"]).startswith("gemma") else 1.0  # Gemma keeps weights of norms less 1
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith(".bias"):
+            if name.endswith(("bias", "sinks")):
                 parameter.normal_(0, 0.5)
             elif parameter.ndim == 1:
                 parameter.uniform_(centre - 0.5, centre + 0.5)

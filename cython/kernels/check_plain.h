@@ -186,7 +186,8 @@ inline bool same(const Row& a, const Row& b) {
   return true;
 }
 
-// Attention of one query head over the tokens it sees, with how far fp32 may be from it.
+// Attention of one query head over the tokens it sees, with how far fp32 may be from it. A sink is a score whose value
+// is 0.
 struct Attention {
   std::vector<double> out, tolerance;
   double lse = 0, lse_tolerance = 0;
@@ -202,14 +203,15 @@ struct Attention {
 // where V is, weight times scale to 2^-16 of the largest of a tile; values below 2^15 2^-126 may count as 0.
 // Weights that are rounded, to `weight_step` of themselves at most, move the output by twice that of V's range.
 inline Attention attend(const std::vector<double>& query, const std::vector<Numbers>& keys,
-                        const std::vector<Numbers>& values, double scale, double softcap, double weight_step = 0) {
+                        const std::vector<Numbers>& values, double scale, double softcap,
+                        const double* sink = nullptr, double weight_step = 0) {
   constexpr double u = 0x1p-24, fixed_step = 0.501 / 32767;
   const std::size_t head_dim = query.size(), num_tokens = keys.size();
   std::vector<double> scores(num_tokens), sizes(num_tokens), reaches(num_tokens);
   std::vector<double> weights(num_tokens), deltas(num_tokens);
   double largest_query = 0;
   for (const double x : query) largest_query = std::fmax(largest_query, std::fabs(x) * scale);
-  double m = -INFINITY;
+  double m = sink ? *sink : -INFINITY;
   for (std::size_t t = 0; t < num_tokens; ++t) {
     for (std::size_t d = 0; d < head_dim; ++d) {
       const Number key = keys[t][d];
@@ -221,7 +223,7 @@ inline Attention attend(const std::vector<double>& query, const std::vector<Numb
     m = std::fmax(m, scores[t]);
   }
   if (m == -INFINITY) m = 0;
-  double total = 0, a = 0, largest_delta = 0;
+  double total = sink ? std::exp(*sink - m) : 0, a = 0, largest_delta = 0;
   for (std::size_t t = 0; t < num_tokens; ++t) {
     weights[t] = std::exp(scores[t] - m);
     total += weights[t];
@@ -241,7 +243,7 @@ inline Attention attend(const std::vector<double>& query, const std::vector<Numb
   result.lse = m + std::log(total);
   result.lse_tolerance = (a < 0.5 ? 2 * a : largest_delta) + sums + 4 * u * (1 + std::fabs(m) + std::fabs(result.lse));
   for (std::size_t d = 0; d < head_dim; ++d) {
-    double sum = 0, size = 0, reach = 0, largest_reach = 0, low = INFINITY, high = -INFINITY;
+    double sum = 0, size = 0, reach = 0, largest_reach = 0, low = sink ? 0 : INFINITY, high = sink ? 0 : -INFINITY;
     for (std::size_t t = 0; t < num_tokens; ++t) {
       const Number value = values[t][d];
       sum += weights[t] / total * value.value;

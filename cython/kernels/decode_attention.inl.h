@@ -6,6 +6,7 @@
 #include <math.h>
 #include <string.h>
 
+#include "product.inl.h"
 #include "prompt_attention.inl.h"
 #include "quantised_tile.inl.h"
 #include "read_loops.inl.h"
@@ -367,20 +368,21 @@ void add_scaled(float* row, const float* acc, float weight, int head_dim) {
   }
 }
 
-// Merges the partials of one query head in their order, the newest token's last, into workspace.row.
-// Returns log(sum exp(score)).
-float merge_head(const AttendArgs& args, const float* partials, std::int64_t num_partials, int h,
+// Merges the partials of one query head in their order, its sink's weight first, the newest token's last, into
+// workspace.row. Returns log(sum exp(score)), the sink's with it.
+float merge_head(const AttendArgs& args, const float* partials, std::int64_t num_partials, int h, const float* sink,
                  const Workspace& workspace) {
   const int head_dim = args.head_dim;
   const std::int64_t stride = fastdecode::partial_floats(args.group_size, head_dim);
   const auto partial_at = [&](std::int64_t i) {
     return Partial(args, i < num_partials ? const_cast<float*>(partials) + i * stride : workspace.partial);
   };
-  float m = kNegInf, s = 0.0f;
+  float m = sink ? *sink : kNegInf;
   for (std::int64_t i = 0; i <= num_partials; ++i) {
     const float span_m = partial_at(i).m[h];
     if (span_m > m) m = span_m;
   }
+  float s = sink ? exp_nonpositive(*sink - exp_base(m)) : 0.0f;
   memset(workspace.row, 0, sizeof(float) * head_dim);
   for (std::int64_t i = 0; i <= num_partials; ++i) {
     const Partial span = partial_at(i);
@@ -405,7 +407,8 @@ void finish_row(const AttendArgs& args, std::int32_t row, std::int32_t head, con
   const std::int64_t head_bytes = args.head_dim * wire_bytes(args.wire_dtype);
   for (int h = 0; h < args.group_size; ++h) {
     const std::int64_t query_head = std::int64_t{head} * args.group_size + h;
-    const float lse = merge_head(args, partials, num_partials, h, workspace);
+    const float* sink = args.sinks ? args.sinks + query_head : nullptr;
+    const float lse = merge_head(args, partials, num_partials, h, sink, workspace);
     convert(workspace.row, fastdecode::kFloat32, out + query_head * head_bytes, args.wire_dtype, args.head_dim);
     if (args.lse) args.lse[std::int64_t{row} * args.num_heads + query_head] = lse;
   }
@@ -417,7 +420,7 @@ void exp_values(const float* source, float* target, std::int64_t count) {
 
 constexpr fastdecode::Kernels make_kernels(const char* name) {
   return {name, attend_span, finish_row, store_row, convert, exp_values, read_loop, rms_norm, swiglu,
-          rotate, to_wire, attend_prompt};
+          rotate, to_wire, attend_prompt, multiply_int8};
 }
 
 }  // namespace

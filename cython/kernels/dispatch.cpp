@@ -88,6 +88,8 @@ std::int64_t prompt_workspace_floats(std::int64_t num_queries, std::int32_t grou
          2 * round_to_line(std::int64_t{kTileTokens} * head_dim);
 }
 
+std::int64_t product_floats() { return std::int64_t{kGroupIn} * kPanelOut + std::int64_t{kRowBlock} * kPackedStride; }
+
 int num_available() { return table().count; }
 
 const Kernels* available(int index) { return table().entries[index]; }

@@ -48,6 +48,7 @@ struct Case {
   bool has_recent;
   std::int32_t key_dtype, value_dtype, recent_key_dtype, recent_value_dtype, wire_dtype;
   int special;     // of how many values one is unusual; 0: none
+  bool has_sinks;
   bool can_break;  // unusual values include infinities and NaN
 };
 
@@ -69,6 +70,7 @@ Case random_case(Random& random) {
   c.wire_dtype = random.upto(2);
   c.special = random.one_in(2) ? 0 : 1 << random.between(2, 12);
   c.can_break = random.one_in(2);
+  c.has_sinks = random.one_in(3);
   return c;
 }
 
@@ -76,10 +78,11 @@ std::string describe(const Case& c) {
   char text[400];
   std::snprintf(text, sizeof text,
                 "rows %d, KV heads %d, group %d, head_dim %d, block %d, recent %s (block %d, K %s, V %s), window %d, "
-                "span %d, K %s, V %s, wire %s, one value in %d is special%s",
+                "span %d, K %s, V %s, wire %s, %s one value in %d is special%s",
                 c.num_rows, c.num_kv_heads, c.group_size, c.head_dim, c.block_size, c.has_recent ? "yes" : "no",
                 c.recent_block_size, kNames[c.recent_key_dtype], kNames[c.recent_value_dtype], c.window, c.span,
-                kNames[c.key_dtype], kNames[c.value_dtype], kNames[c.wire_dtype], c.special,
+                kNames[c.key_dtype], kNames[c.value_dtype], kNames[c.wire_dtype],
+                c.has_sinks ? "sinks," : "no sinks,", c.special,
                 c.can_break ? ", perhaps infinite or NaN" : "");
   return text;
 }
@@ -173,6 +176,7 @@ struct Problem {
   std::vector<int> positions, firsts, borders;  // of each row: newest token, oldest visible, oldest in the recent copy
   std::vector<std::vector<float>> tokens;       // of each row: [position - first + 1, (K, V), num_kv_heads, head_dim]
   std::vector<float> queries;                   // [num_rows, num_heads, head_dim]
+  std::vector<float> sinks;                     // [num_heads], or none
   float scale, softcap;
 
   Problem(const Case& config, Random& random) : c(config) {
@@ -194,6 +198,7 @@ struct Problem {
     }
     scale = random.one_in(2) ? 1.0f / std::sqrt(static_cast<float>(c.head_dim)) : 0.3f;
     softcap = random.one_in(3) ? random.one_in(2) ? 50.0f : 0.7f : 0.0f;
+    for (int h = 0; c.has_sinks && h < num_heads(); ++h) sinks.push_back(3.0f * random.bell());
   }
 
   int num_heads() const { return c.num_kv_heads * c.group_size; }
@@ -351,6 +356,7 @@ class Check {
     args.wire_dtype = c_.wire_dtype;
     args.scale = problem_.scale;
     args.softcap = problem_.softcap;
+    args.sinks = c_.has_sinks ? problem_.sinks.data() : nullptr;
     for (int r = 0; r < c_.num_rows; ++r) {
       for (int head = 0; head < c_.num_kv_heads; ++head) attend_pair(args, r, head);
     }
@@ -385,7 +391,11 @@ class Check {
     for (int h = head * c_.group_size; h < (head + 1) * c_.group_size; ++h) {
       const float* query = problem_.queries.data() + (std::int64_t{row} * problem_.num_heads() + h) * c_.head_dim;
       const std::vector<double> wide(query, query + c_.head_dim);
-      const std::string wrong = check_head(row, h, plain::attend(wide, keys, values, problem_.scale, problem_.softcap));
+      const double* sink = nullptr;
+      const double value = c_.has_sinks ? problem_.sinks[h] : 0;
+      if (c_.has_sinks) sink = &value;
+      const std::string wrong =
+          check_head(row, h, plain::attend(wide, keys, values, problem_.scale, problem_.softcap, sink));
       if (!wrong.empty()) return "row " + std::to_string(row) + ", query head " + std::to_string(h) + wrong;
     }
     return "";
@@ -418,6 +428,7 @@ class PromptCheck {
     scale_ = 1.0f / std::sqrt(static_cast<float>(c_.head_dim));
     softcap_ = random.one_in(4) ? 5.0f : 0.0f;
     for (std::int64_t i = 0; i < num_queries_ * query_items(); ++i) queries_.push_back(wire_value(random, c_, 1, true));
+    for (int h = 0; c_.has_sinks && h < num_heads(); ++h) sinks_.push_back(random.one_in(9) ? -INFINITY : 3.0f * random.bell());
     for (std::int64_t i = 0; i < (start_ + num_queries_) * 2 * key_items(); ++i) {
       rows_.push_back(wire_value(random, c_, 1, false));
     }
@@ -473,6 +484,7 @@ class PromptCheck {
     args.dtype = c_.wire_dtype;
     args.scale = scale_;
     args.softcap = softcap_;
+    args.sinks = c_.has_sinks ? sinks_.data() : nullptr;
     const Floats workspace = make_floats(prompt_workspace_floats(task, c_.group_size, c_.head_dim));
     for (int first = 0; first < num_queries_; first += task) {
       const int stop = std::min(first + task, num_queries_);
@@ -497,14 +509,16 @@ class PromptCheck {
   plain::Attention exact(int query, int head) const {
     const float* x = queries_.data() + query * query_items() + std::int64_t{head} * c_.head_dim;
     const int kv_head = head / c_.group_size;
+    const double sink = c_.has_sinks ? sinks_[head] : 0;
     const double weight_step = c_.wire_dtype == kBFloat16 ? 0x1p-9 : 0.0;  // they may become bfloat16, too
     return plain::attend(std::vector<double>(x, x + c_.head_dim), seen(query, kv_head, 0), seen(query, kv_head, 1),
-                         scale_, softcap_, weight_step);
+                         scale_, softcap_, c_.has_sinks ? &sink : nullptr, weight_step);
   }
 
   Case c_;
   int num_queries_, start_;
   float scale_, softcap_;
+  std::vector<float> sinks_;
   std::vector<float> queries_, rows_;  // rows: [start + num_queries, (K, V), num_kv_heads, head_dim]
   std::vector<int> checked_;           // queries
   std::vector<plain::Attention> expected_;
@@ -658,6 +672,47 @@ std::string check_rows(const Kernels& kernels) {
   return "";
 }
 
+// Products with weights of 8 bits, of some panels and then the others, in memory that is exactly as large.
+std::string check_product(const Kernels& kernels) {
+  Random random(4);
+  const Floats workspace = make_floats(product_floats());
+  for (int i = 0; i < 100; ++i) {
+    const int num_rows = random.one_in(10) ? kRowBlock + random.between(1, 20) : random.between(1, 30);
+    const int num_in = random.between(1, random.one_in(3) ? 400 : 40), stride = num_in + random.upto(5);
+    const int num_panels = random.between(1, 3), outputs = num_panels * kPanelOut;
+    std::vector<float> rows((num_rows - 1) * stride + num_in), scales((num_in + kScaleIn - 1) / kScaleIn * outputs);
+    std::vector<float> out(num_rows * outputs, NAN);
+    std::vector<std::int8_t> codes(num_in * outputs);
+    std::vector<float> offsets(scales.size());
+    for (float& each : rows) each = random.bell();
+    for (float& each : scales) each = random.one_in(9) ? 0.0f : std::fabs(random.bell());
+    for (float& each : offsets) each = random.one_in(2) ? 0.0f : 50.0f * random.bell();
+    for (std::int8_t& each : codes) each = static_cast<std::int8_t>(random.between(-128, 127));
+    const Int8Product product = {rows.data(),  stride,        num_rows,       num_in,    num_panels,
+                                 codes.data(), scales.data(), offsets.data(), out.data()};
+    const int cut = random.upto(num_panels);
+    kernels.multiply_int8(product, cut, num_panels, workspace.get());
+    kernels.multiply_int8(product, 0, cut, workspace.get());
+    for (int r = 0; r < num_rows; ++r) {
+      for (int o = 0; o < outputs; ++o) {
+        double sum = 0, size = 0;
+        for (int k = 0; k < num_in; ++k) {
+          const int group = k / kGroupIn, first = group * kGroupIn, count = std::min(kGroupIn, num_in - first);
+          const int place = (first * num_panels + o / kPanelOut * count + k - first) * kPanelOut + o % kPanelOut;
+          const int scale = k / kScaleIn * outputs + o;
+          const double x = rows[r * stride + k], product = double{scales[scale]} * codes[place];
+          sum += x * (offsets[scale] + product);
+          size += std::fabs(x) * (std::fabs(offsets[scale]) + std::fabs(product));
+        }
+        if (!(std::fabs(out[r * outputs + o] - sum) <= (kGroupIn + 8) * 0x1p-24 * size)) {
+          return "product of " + std::to_string(num_rows) + " rows of " + std::to_string(num_in);
+        }
+      }
+    }
+  }
+  return "";
+}
+
 // Cases until `count` or `seconds` are over.
 int run_cases(long count, double seconds, std::uint64_t seed) {
   const auto started = std::chrono::steady_clock::now();
@@ -698,6 +753,7 @@ int main(int argc, char** argv) {
     std::string wrong = check_conversions(*available(i));
     if (wrong.empty()) wrong = check_exp(*available(i));
     if (wrong.empty()) wrong = check_rows(*available(i));
+    if (wrong.empty()) wrong = check_product(*available(i));
     if (!wrong.empty()) {
       std::printf("%s: %s\n", available(i)->name, wrong.c_str());
       return 1;

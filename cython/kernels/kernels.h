@@ -62,6 +62,7 @@ struct AttendArgs {
   std::int32_t wire_dtype;  // of queries and out
   float scale;              // of the scores
   float softcap;            // scores become softcap * tanh(score / softcap); 0: they stay
+  const float* sinks;       // [num_heads] a score without a value beside the others, or null
 };
 
 // One (row, KV head) and a run of its tokens.
@@ -100,6 +101,7 @@ struct PromptArgs {
   std::int32_t dtype;  // of all four: float, half or bfloat16
   float scale;         // of the scores
   float softcap;       // as in AttendArgs
+  const float* sinks;  // as in AttendArgs
 };
 
 // Bytes of one token's K (or V) of one KV head, scales included.
@@ -115,6 +117,30 @@ std::int64_t workspace_floats(std::int32_t group_size, std::int32_t head_dim);
 // The same for `attend_prompt` of that many queries.
 constexpr int kMaxPanelRows = 48;  // rows that lie together there, at most
 std::int64_t prompt_workspace_floats(std::int64_t num_queries, std::int32_t group_size, std::int32_t head_dim);
+
+// Rows times a matrix [num_out, num_in] of 8 bits, for the S-Part. kPanelOut outputs are a panel, kGroupIn inputs a group,
+// and kScaleIn inputs of an output share a scale and an offset; the last ones may be fewer:
+//   codes    [groups][panels][inputs of the group][32 outputs]; value = offset + scale * code
+//   scales, offsets   [num_in / 32][panels][32 outputs]
+// so that whoever computes some panels reads runs of memory, once for kRowBlock rows.
+constexpr int kPanelOut = 32;
+constexpr int kGroupIn = 128;
+constexpr int kScaleIn = 32;
+constexpr int kRowBlock = 240;
+
+struct Int8Product {
+  const float* rows;
+  std::int64_t row_stride;  // floats from row to row
+  std::int64_t num_rows;
+  std::int64_t num_in;
+  std::int64_t num_panels;
+  const std::int8_t* codes;
+  const float* scales;
+  const float* offsets;
+  float* out;  // [num_rows, num_panels * kPanelOut]
+};
+
+std::int64_t product_floats();
 
 // All functions are pure apart from the memory they are told to write, so they may run in any number of
 // threads at once, each with its own workspace (64-byte aligned).
@@ -151,6 +177,10 @@ struct Kernels {
                           std::int64_t count);
   // Attention of queries [first, stop) with one KV head.
   void (*attend_prompt)(const PromptArgs& args, std::int64_t head, std::int64_t first, std::int64_t stop,
+                        float* workspace);
+  // Columns of some panels of the rows' products with weights of 8 bits. `workspace` has product_floats() and is
+  // 64-byte aligned.
+  void (*multiply_int8)(const Int8Product& product, std::int64_t first_panel, std::int64_t last_panel,
                         float* workspace);
 };
 

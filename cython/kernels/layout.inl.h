@@ -44,6 +44,9 @@ constexpr std::int64_t scale_bytes(std::int32_t dtype, int head_dim) {
   return dtype == fastdecode::kInt8 ? 4 : dtype == fastdecode::kInt4 ? 4 * num_groups(head_dim) : 0;
 }
 
+// Floats from row to row of a product's copy of a group: rows then lie in different sets of a cache.
+constexpr int kPackedStride = fastdecode::kGroupIn + 16;
+
 // Whole cache lines, so that two threads never write to the same one.
 constexpr std::int64_t round_to_line(std::int64_t floats) {
   constexpr int line = kLineBytes / sizeof(float);

@@ -186,6 +186,9 @@ struct PromptTask {
     return key > 0 ? key : 0;
   }
   std::int64_t head_bytes() const { return args.head_dim * wire_bytes(args.dtype); }
+  float sink(std::int64_t row) const {
+    return args.sinks && row < num_rows() ? args.sinks[head * args.group_size + row % args.group_size] : kNegInf;
+  }
   // Offset of a row's query or output, but for the query's row in memory.
   std::int64_t head_offset(std::int64_t row) const {
     return (head * args.group_size + row % args.group_size) * head_bytes();
@@ -338,10 +341,11 @@ void begin_task(const PromptTask& task, const PromptWorkspace& workspace) {
   const std::int64_t all_rows = task.num_panels() * kPanelRows;
   memset(workspace.queries, 0, sizeof(float) * static_cast<size_t>(all_rows * args.head_dim));
   memset(workspace.sums, 0, sizeof(float) * static_cast<size_t>(all_rows * args.head_dim));
-  memset(workspace.totals, 0, sizeof(float) * static_cast<size_t>(all_rows));
   memset(workspace.scores, 0, sizeof(float) * kTileTokens * kPanelRows);
   for (std::int64_t row = 0; row < all_rows; ++row) {
-    workspace.largest[row] = kNegInf;
+    const float sink = task.sink(row);  // a score that is there first, with no value
+    workspace.largest[row] = sink;
+    workspace.totals[row] = sink > kNegInf ? 1.0f : 0.0f;
     workspace.indices[row] = static_cast<float>(task.query_of(row));
   }
   float* words = workspace.keys;  // not in use yet

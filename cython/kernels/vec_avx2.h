@@ -22,6 +22,10 @@ Vec load(const BFloat16* p) {
   return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_bits(p)), 16))};
 }
 
+Vec load(const Int8* p) {
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
+}
+
 struct Pairs {
   __m256i v;
 };
@@ -74,6 +78,7 @@ Vec sub(Vec a, Vec b) { return {_mm256_sub_ps(a.v, b.v)}; }
 Vec mul(Vec a, Vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
 Vec div(Vec a, Vec b) { return {_mm256_div_ps(a.v, b.v)}; }
 Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+Vec fused(Vec a, Vec b, Vec c) { return fma(a, b, c); }
 Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }
 Vec abs(Vec a) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.v)}; }
 

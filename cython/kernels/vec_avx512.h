@@ -24,6 +24,10 @@ Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
 Vec load(const Half* p) { return {half_to_float(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
 Vec load(const BFloat16* p) { return {bfloat16_to_float(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))}; }
 
+Vec load(const Int8* p) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+}
+
 Vec load_part(const float* p, int count) { return {_mm512_maskz_loadu_ps(first(count), p)}; }
 Vec load_part(const Half* p, int count) { return {half_to_float(_mm256_maskz_loadu_epi16(first(count), p))}; }
 Vec load_part(const BFloat16* p, int count) { return {bfloat16_to_float(_mm256_maskz_loadu_epi16(first(count), p))}; }
@@ -110,6 +114,7 @@ Vec sub(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
 Vec mul(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
 Vec div(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
 Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+Vec fused(Vec a, Vec b, Vec c) { return fma(a, b, c); }
 Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
 Vec abs(Vec a) { return {_mm512_abs_ps(a.v)}; }
 

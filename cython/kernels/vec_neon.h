@@ -17,6 +17,13 @@ Vec load(const float* p) { return {vld1q_f32(p)}; }
 Vec load(const Half* p) { return {vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&p->bits)))}; }
 Vec load(const BFloat16* p) { return {vreinterpretq_f32_u32(vshlq_n_u32(vmovl_u16(vld1_u16(&p->bits)), 16))}; }
 
+Vec load(const Int8* p) {
+  std::int32_t codes;
+  __builtin_memcpy(&codes, p, sizeof codes);
+  const int16x8_t wide = vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(codes)));
+  return {vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide)))};
+}
+
 struct Pairs {
   int16x8_t v;
 };
@@ -65,6 +72,7 @@ Vec sub(Vec a, Vec b) { return {vsubq_f32(a.v, b.v)}; }
 Vec mul(Vec a, Vec b) { return {vmulq_f32(a.v, b.v)}; }
 Vec div(Vec a, Vec b) { return {vdivq_f32(a.v, b.v)}; }
 Vec fma(Vec a, Vec b, Vec c) { return {vfmaq_f32(c.v, a.v, b.v)}; }
+Vec fused(Vec a, Vec b, Vec c) { return fma(a, b, c); }
 Vec max(Vec a, Vec b) { return {vbslq_f32(vcgtq_f32(a.v, b.v), a.v, b.v)}; }
 
 Vec abs(Vec a) { return {vabsq_f32(a.v)}; }

@@ -3,6 +3,7 @@
 //
 // Every vec_<isa>.h has the same names. T is float, Half or BFloat16.
 //   load(const T*), store(T*, Vec)          Vec::width values; Half and BFloat16 are converted, to nearest even
+//   load(const Int8*)                       Vec::width codes
 //   store_rounded(int16_t*, Vec)            to the nearest integer, to even; values within +-32767
 //   Pairs                                   Vec::width lanes of two 16-bit integers
 //   load_pairs(const Int8*)                 2 Vec::width codes
@@ -15,7 +16,7 @@
 //   load_part, store_part, load_pairs_part  the first `count` values or lanes
 //   load_halves, load_pair_halves           two runs of 8
 //   nibbles_twice(p, i)                     of 8 lanes of words: codes 2 i in the lower, 2 i + 1 in the upper lanes
-//   fma(a, b, c) = a * b + c, in one rounding where the processor has it
+//   fma(a, b, c) = a * b + c, in one rounding where the processor has it; fused(a, b, c): in one everywhere
 //   max(a, b): b where a or b is NaN
 //   count_between(x, low, high): how many lanes have low < x < high
 //   saturate(x, limit): finite x clamped to +-limit, infinities and NaN kept
@@ -37,6 +38,7 @@ typedef std::int32_t Ints __attribute__((vector_size(16)));
 typedef std::uint16_t Shorts __attribute__((vector_size(8)));
 typedef std::int16_t Halves __attribute__((vector_size(16)));
 typedef std::int8_t Bytes __attribute__((vector_size(8)));
+typedef std::int8_t FourBytes __attribute__((vector_size(4)));
 
 struct Vec {
   static constexpr int width = 4;
@@ -87,6 +89,8 @@ Vec load(const float* p) { return {read_memory<Floats>(p)}; }
 Vec load(const Half* p) { return {half_to_float(__builtin_convertvector(read_memory<Shorts>(p), Bits))}; }
 Vec load(const BFloat16* p) { return {(Floats)(__builtin_convertvector(read_memory<Shorts>(p), Bits) << 16)}; }
 
+Vec load(const Int8* p) { return {__builtin_convertvector(read_memory<FourBytes>(p), Floats)}; }
+
 struct Pairs {
   Bits v;
 };
@@ -120,6 +124,10 @@ Vec sub(Vec a, Vec b) { return {a.v - b.v}; }
 Vec mul(Vec a, Vec b) { return {a.v * b.v}; }
 Vec div(Vec a, Vec b) { return {a.v / b.v}; }
 Vec fma(Vec a, Vec b, Vec c) { return {a.v * b.v + c.v}; }
+Vec fused(Vec a, Vec b, Vec c) {
+  for (int i = 0; i < Vec::width; ++i) c.v[i] = __builtin_fmaf(a.v[i], b.v[i], c.v[i]);
+  return c;
+}
 Vec max(Vec a, Vec b) { return {a.v > b.v ? a.v : b.v}; }
 Vec abs(Vec a) { return {(Floats)magnitude_bits(a.v)}; }
 

@@ -5,6 +5,10 @@ import numpy as np
 DTYPES: dict[str, int]
 CACHE_DTYPES: dict[str, int]
 READ_LOOPS: tuple[str, ...]
+INT8_PANEL: int
+INT8_GROUP: int
+INT8_SCALED: int
+PRODUCT_FLOATS: int
 
 def available_isas() -> tuple[str, ...]: ...
 def active_isa() -> str: ...
@@ -53,6 +57,19 @@ def to_wire(
     num_saturated: int,
     num_threads: int,
 ) -> None: ...
+def multiply_int8(
+    rows: int,
+    num_rows: int,
+    row_stride: int,
+    num_in: int,
+    codes: int,
+    scales: int,
+    offsets: int,
+    num_panels: int,
+    target: int,
+    workspace: int,
+    num_threads: int,
+) -> None: ...
 def attend_prompt(
     scratch: Scratch,
     queries: int,
@@ -72,6 +89,7 @@ def attend_prompt(
     window: int,
     scale: float,
     softcap: float,
+    sinks: int,
     task_queries: int,
     num_threads: int,
 ) -> None: ...
@@ -133,6 +151,7 @@ class GroupAttention:
         scale: float,
         softcap: float,
     ) -> None: ...
+    def set_sinks(self, sinks: np.ndarray) -> None: ...
     def attend(
         self,
         layer: int,

@@ -17,6 +17,7 @@ DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 QUANTISED_DTYPES = ("int8", "int4")
 SCHEDULES = ("greedy", "load-stabilizing")
 WEIGHT_WORDS = ("auto", "equal")
+INT8_WEIGHT_BYTES = 1 + 8 / 32  # of a matrix in 8 bits: a code, and a share of an fp32 scale and offset
 INT4_GROUP = 32  # values along head_dim that share a scale and a minimum
 
 _MAX_MESSAGE_CHARS = 4000
@@ -163,6 +164,11 @@ class RunConfig:
         "auto",
         "type of the S-Part; auto: fp32 on a CPU, the checkpoint's own on a GPU",
         choices=("auto", *DTYPE_BYTES),
+    )
+    weight_dtype: str = _option(
+        "auto",
+        "type of the S-Part's matrices; auto: as --dtype; int8: 8 bits with a scale for each 32, on a CPU",
+        choices=("auto", "int8"),
     )
     cuda_graphs: str = _option(
         "auto",

@@ -213,6 +213,17 @@ class Engine:
             problem = self.world.bcast(problem)
         if problem is not None:
             raise problem if self.is_s_rank else Dismissed()
+        if self.setup.model.attention_sinks:
+            self._share_sinks()
+
+    def _share_sinks(self) -> None:
+        """Give the kernels what weights the attention has; collective."""
+        sinks = None if self._s_part is None else self._s_part.sinks()
+        if self.world is not None:
+            sinks = self.world.bcast(sinks)
+        if self.me.num_blocks:
+            assert sinks is not None
+            self._attention.set_sinks(sinks)
 
     def _load(self, on_load: Callable[[int, int], None] | None) -> None:
         from fastdecode_hpc.s_part.build import build_s_part

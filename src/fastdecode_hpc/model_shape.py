@@ -70,6 +70,7 @@ class Experts:
     count: int
     per_token: int
     normalised: bool = True  # the chosen ones' weights sum to 1
+    router_bias: bool = False
 
     def __post_init__(self) -> None:
         check_at_least("model's number of experts", self.count, 1, 2**12)
@@ -80,7 +81,7 @@ _CHOICES = {
     "norm": ("rms", "rms-plus-one", "layer"),
     "norm_place": ("before", "after", "both", "sum"),
     "qk_norm": ("", "head", "row"),
-    "activation": ("silu", "gelu", "gelu-tanh", "relu"),
+    "activation": ("silu", "gelu", "gelu-tanh", "relu", "clamped-swiglu"),
 }
 _SCALES = ("embedding_scale", "residual_scale", "logit_divisor")
 _OPTIONAL_NUMBERS = ("windowed_rope_theta", "attention_scale", "attention_softcap", "logit_softcap")
@@ -123,6 +124,7 @@ class ModelConfig:
     windowed_rope_theta: float | None = None  # of layers with a window, which have no scaling then
     attention_scale: float | None = None  # of scores; None: head_dim ** -0.5
     attention_softcap: float | None = None  # scores become cap * tanh(score / cap)
+    attention_sinks: bool = False  # a learned score of each head that takes weight and has no value
     logit_softcap: float | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # of what attention and MLP add
@@ -150,6 +152,8 @@ class ModelConfig:
             check_at_least("model sliding_window", self.sliding_window, 1)
         check_at_least("model embedding_size", self.embedding_width, 1, _LARGEST_SIZES["hidden_size"])
         check_at_least("model position_offset", self.position_offset, 0, 2**10)
+        if self.activation == "clamped-swiglu" and not self.gated:
+            raise ConfigError("model activation is clamped-swiglu, which is of gated MLPs")
         self._check_rotation()
         for name in ("eos_token_ids", "full_layers"):
             for number in getattr(self, name):

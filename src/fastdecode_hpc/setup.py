@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from fastdecode_hpc.affinity import pin_plan
-from fastdecode_hpc.config import DTYPE_BYTES, ConfigError, RunConfig
+from fastdecode_hpc.config import DTYPE_BYTES, INT8_WEIGHT_BYTES, ConfigError, RunConfig
 from fastdecode_hpc.host import HostInfo, format_bytes, format_cores
 from fastdecode_hpc.launch import Launch
 from fastdecode_hpc.model_shape import ModelConfig
@@ -337,7 +337,25 @@ def _local_share(hello: Hello, here: list[Hello], reserve: int) -> float:
 
 
 def weights_on_host(run: RunConfig, model: ModelConfig, device: str) -> int:
-    """Bytes of host memory that the weights will take; a head that is the embedding is there twice, packed and not."""
-    dtype = "fp32" if run.dtype == "auto" else run.dtype
-    tied_head = model.vocab_size * model.embedding_width if model.tie_embeddings else 0
-    return 0 if device != "cpu" else (model.num_weights + tied_head) * DTYPE_BYTES[dtype]
+    """Bytes of host memory that the weights will take.
+
+    A head in floats that is the embedding is there twice, packed and not; one in 8 bits is the embedding.
+
+    Raises
+    ------
+    ConfigError
+        If weights can't be of the type that is asked for there.
+    """
+    if device != "cpu":
+        if run.weight_dtype != "auto":
+            raise ConfigError(
+                f"weight_dtype is {run.weight_dtype} and the S-Part is on a GPU, where weights are of its dtype; leave "
+                "it out, or use --device cpu"
+            )
+        return 0
+    float_bytes = DTYPE_BYTES["fp32" if run.dtype == "auto" else run.dtype]
+    head = model.vocab_size * model.embedding_width
+    if run.weight_dtype == "auto":
+        return (model.num_weights + (head if model.tie_embeddings else 0)) * float_bytes
+    packed = model.num_layers * model.layer_weights + head
+    return int(packed * INT8_WEIGHT_BYTES) + (model.num_weights - packed) * float_bytes

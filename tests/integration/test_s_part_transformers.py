@@ -57,8 +57,9 @@ class DenseDecoder:
             q, k, v = qkv.split([config.q_size, config.kv_size, config.kv_size], dim=1)
             k = self.keys[layer] = torch.cat((self.keys[layer], k.float()))
             v = self.values[layer] = torch.cat((self.values[layer], v.float()))
+            sinks = s_part.weights.layers[layer].sinks
             o = (
-                plain_attention(config, layer, q, k, v)
+                plain_attention(config, layer, q, k, v, sinks)
                 if is_decode
                 else s_part.prefill_attention(layer, q, k, v, start)
             )
@@ -67,7 +68,9 @@ class DenseDecoder:
         return s_part.logits(hidden)
 
 
-def plain_attention(config: ModelConfig, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def plain_attention(
+    config: ModelConfig, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+) -> Tensor:
     """softmax(q k / sqrt(d)) v of the newest token, head by head in float64, scaled and capped as the model says."""
     window, cap = config.window_of(layer) or k.shape[0], config.attention_softcap
     scale = config.attention_scale or 1 / np.sqrt(config.head_dim)
@@ -78,8 +81,8 @@ def plain_attention(config: ModelConfig, layer: int, q: Tensor, k: Tensor, v: Te
     for head, query in enumerate(q.reshape(config.num_heads, config.head_dim).double().numpy()):
         scores = keys[:, head // group] @ query * scale
         scores = scores if cap is None else cap * np.tanh(scores / cap)
-        weights = np.exp(scores - scores.max())
-        heads.append(weights @ values[:, head // group] / weights.sum())
+        weights, sink = np.exp(scores), 0.0 if sinks is None else np.exp(sinks[head].double().item())
+        heads.append(weights @ values[:, head // group] / (weights.sum() + sink))
     return torch.from_numpy(np.concatenate(heads)[None])
 
 

@@ -117,6 +117,13 @@ class Shape:
     num_layers: int = 2
     scale: float | None = None
     softcap: float | None = None
+    has_sinks: bool = False
+
+    @property
+    def sinks(self) -> np.ndarray | None:
+        """[num_layers, num_heads]: some hardly count, some take nearly all."""
+        random = np.random.default_rng(5).standard_normal((self.num_layers, self.num_heads), np.float32)
+        return 5 * random if self.has_sinks else None
 
     @property
     def q_size(self) -> int:
@@ -157,7 +164,7 @@ class Rows:
         qkv[:, : shape.q_size] *= q_scale
         return cls(shape, lengths, prompts, from_float(qkv, shape.wire))
 
-    def reference(self, row: int) -> tuple[np.ndarray, np.ndarray, float]:
+    def reference(self, row: int, layer: int = 1) -> tuple[np.ndarray, np.ndarray, float]:
         """Output [num_heads, head_dim], lse [num_heads], and the largest |v|."""
         shape = self.shape
         kv = np.concatenate([self.prompts[row], self.qkv[row : row + 1, shape.q_size :]])
@@ -167,8 +174,9 @@ class Rows:
         )
         q = to_float(self.qkv[row, : shape.q_size], shape.wire).reshape(shape.num_heads, shape.head_dim)
         o, lse = reference_attention(
-            q, kv[:, 0], kv[:, 1], self.lengths[row], window=shape.window, scale=shape.scale, softcap=shape.softcap
-        )
+            q, kv[:, 0], kv[:, 1], self.lengths[row], window=shape.window, scale=shape.scale, softcap=shape.softcap,
+            sinks=None if shape.sinks is None else shape.sinks[layer],
+        )  # fmt: skip
         return o, lse, float(np.abs(kv[:, 1]).max())
 
 
@@ -207,6 +215,8 @@ def attend(
     shape = rows.shape
     work = StepWork(partition, order, np.array([rows.lengths[i] for i in order]), num_threads=num_threads, **options)
     attention = DecodeAttention(partition, num_heads=shape.num_heads, wire_dtype=shape.wire, num_threads=num_threads)
+    if shape.sinks is not None:
+        attention.set_sinks(shape.sinks)
     qkv = np.ascontiguousarray(rows.qkv[order])
     out = np.full((len(order), shape.q_size), 77, numpy_dtype(shape.wire))
     lse = np.full((len(order), shape.num_heads), 77, np.float32)

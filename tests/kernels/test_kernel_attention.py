@@ -114,6 +114,25 @@ def test_own_scale_and_cap(isa, cache, softcap):
     check(Rows.random(shape, [0, 7, 50, 700], q_scale=0.25))
 
 
+@pytest.mark.parametrize("window", [None, 1, 100])
+@pytest.mark.parametrize("cache", ["fp32", "fp16", "int8", "k=int8,v=int4"])
+def test_sinks(isa, cache, window):
+    check(Rows.random(Shape(6, 2, 40, window, cache=cache, block_size=BLOCK, has_sinks=True), LENGTHS))
+
+
+def test_sinks_by_hand(isa):
+    # Two equal scores of 8 and a sink of 8 + log(2): half of the weight goes to the sink.
+    k, v = np.ones((2, 1, 8)), np.stack([np.full((1, 8), 1.0), np.full((1, 8), 3.0)])
+    o, lse = reference_attention(np.ones((1, 8)), k, v, 1, scale=1.0, sinks=np.array([8 + np.log(2)]))
+    assert np.allclose(o, 1.0)
+    assert np.allclose(lse, 8 + np.log(4))
+    rows = Rows.random(Shape(has_sinks=True), [5])
+    partition = make_partition(rows.shape, rows.lengths)
+    attention = DecodeAttention(partition, num_heads=4, wire_dtype="fp32", num_threads=1)
+    with pytest.raises(ValueError, match="heads of sinks has 3 entries; it must have 4"):
+        attention.set_sinks(np.zeros((2, 3), np.float32))
+
+
 def test_output_saturates(isa):
     # The cache holds more than the wire can: what does not fit becomes its largest value.
     shape = Shape(1, 1, 8, wire="fp16", cache="fp32")

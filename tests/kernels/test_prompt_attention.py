@@ -40,14 +40,14 @@ def make(
     return q, k, v
 
 
-def attend(qkv: QKV, start: int = 0, stop: int | None = None, window=None, cap=None) -> Tensor:
+def attend(qkv: QKV, start: int = 0, stop: int | None = None, window=None, cap=None, sinks=None) -> Tensor:
     """Queries [start, stop) of a prompt."""
     q, k, v = (x[:stop] for x in qkv)
     assert prompt_attention.take(q, k, v)
-    return prompt_attention.attend(q[start:], k, v, start, window, q.shape[-1] ** -0.5, cap)
+    return prompt_attention.attend(q[start:], k, v, start, window, q.shape[-1] ** -0.5, cap, sinks)
 
 
-def exact(qkv: QKV, window=None, cap=None) -> Tensor:
+def exact(qkv: QKV, window=None, cap=None, sinks=None) -> Tensor:
     """All queries in float64."""
     q, k, v = (x.double().transpose(0, 1) for x in qkv)
     k, v = (x.repeat_interleave(len(q) // len(k), dim=0) for x in (k, v))
@@ -55,7 +55,10 @@ def exact(qkv: QKV, window=None, cap=None) -> Tensor:
     scores = scores if cap is None else cap * torch.tanh(scores / cap)
     age = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
     seen = (age >= 0) & (age < (window or math.inf))
-    return (scores.masked_fill(~seen, -math.inf).softmax(-1) @ v).transpose(0, 1)
+    sink = torch.full((len(q),), -math.inf) if sinks is None else sinks
+    column = sink.double()[:, None, None].expand(*scores.shape[:2], 1)  # a score whose value is 0
+    weights = torch.cat((scores.masked_fill(~seen, -math.inf), column), dim=-1).softmax(-1)[..., :-1]
+    return (weights @ v).transpose(0, 1)
 
 
 def bits(x: Tensor) -> np.ndarray:
@@ -92,6 +95,19 @@ def test_windows_and_caps(isa, window: int, cap: float | None) -> None:
     expected = exact(qkv, window, cap)
     check(attend(qkv, window=window, cap=cap), expected, torch.float32)
     check(attend(qkv, 131, window=window, cap=cap), expected[131:], torch.float32)
+
+
+@dtypes
+@pytest.mark.parametrize("window", [None, 70])
+def test_sinks(isa, window: int | None, dtype: torch.dtype) -> None:
+    """A score of each head more, whose value is 0: small ones, ones that take nearly all weight, and none."""
+    qkv = make(200, dtype=dtype)
+    sinks = torch.tensor([0.5, -3.0, 9.0, 60.0, -math.inf, 0.0])
+    expected = exact(qkv, window, sinks=sinks)
+    check(attend(qkv, window=window, sinks=sinks), expected, dtype)
+    check(attend(qkv, 131, window=window, sinks=sinks), expected[131:], dtype)
+    assert same(attend(qkv, 131, window=window, sinks=sinks), attend(qkv, window=window, sinks=sinks)[131:])
+    assert same(attend(qkv, window=window, sinks=torch.full((6,), -math.inf)), attend(qkv, window=window))
 
 
 @given(

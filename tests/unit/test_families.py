@@ -54,7 +54,7 @@ def test_sizes_are_those_of_the_tensors(tmp_path: Path, name: str) -> None:
 
 def _small(layer: Any) -> list[torch.Tensor]:
     """Biases and norms."""
-    fields = [name for name in layer.__slots__ if name.endswith(("bias", "norm"))]
+    fields = [name for name in layer.__slots__ if name.endswith(("bias", "norm", "sinks"))]
     return [value for value in (getattr(layer, name) for name in fields) if value is not None]
 
 
@@ -155,7 +155,7 @@ def test_wrong_values_are_configuration_errors(tmp_path: Path, name: str) -> Non
                 read_model_shape(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["mamba", "deepseek_v3", "t5", "bloom", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["mamba", "deepseek_v3", "t5", "bloom", "rwkv"])
 def test_other_families_are_refused_by_name(tmp_path: Path, kind: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     with pytest.raises(ConfigError, match=f"architecture is {kind}; supported are LlamaForCausalLM, Mistral"):

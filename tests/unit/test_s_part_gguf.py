@@ -114,7 +114,7 @@ def test_gguf_equals_its_safetensors_twin(
     monkeypatch.setattr("fastdecode_hpc.s_part.weights._CHUNK_BYTES", chunk_bytes)
     make_checkpoint(tmp_path, family)
     config = read_model_config(tmp_path)
-    kinds = ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_1", "F32")
+    kinds = ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_1", "MXFP4", "F32")
     tensors = read_tensors(tmp_path)
     matrices = [name for name, value in tensors.items() if value.ndim == 2]
     types = {name: gguf.GGMLQuantizationType[kinds[i % len(kinds)]] for i, name in enumerate(matrices)}
@@ -218,7 +218,19 @@ def test_linear_scaling_and_window_are_read(twin: Twin) -> None:
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"llama.rope.scaling.type": "yarn"}, "rope scaling 'yarn'"),
+        ({"llama.rope.scaling.type": "longrope"}, "rope scaling 'longrope'"),
+        (
+            {
+                "llama.rope.scaling.type": "yarn",
+                "llama.rope.scaling.factor": 4.0,
+                "llama.rope.scaling.yarn_log_multiplier": 0.1,
+            },
+            "yarn_log_multiplier to 0.1; only 0 is supported",
+        ),
+        (
+            {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 0.5},
+            "a yarn scaling with factor 0.5; it must be above 1",
+        ),
         ({"llama.expert_count": 8}, r"lacks llama\.expert_used_count"),
         ({"llama.expert_shared_count": 1}, r"sets llama\.expert_shared_count"),
         ({"llama.attention.key_length": 32}, "rope.dimension_count 16 and heads of 32"),

@@ -124,7 +124,14 @@ def test_llama3_scaling_keeps_short_and_divides_long_waves(wavelength: float, di
 
 
 def plain_causal(
-    q: Tensor, k: Tensor, v: Tensor, start: int, window: int | None, scale: float | None = None, cap: float = math.inf
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: int,
+    window: int | None,
+    scale: float | None = None,
+    cap: float = math.inf,
+    sinks: Tensor | None = None,
 ) -> np.ndarray:
     group = q.shape[1] // k.shape[1]
     out = np.empty(q.shape)
@@ -133,8 +140,8 @@ def plain_causal(
         keys, values = (x[first : start + row + 1, head // group].double().numpy() for x in (k, v))
         scores = keys @ q[row, head].double().numpy() * (scale or 1 / math.sqrt(q.shape[2]))
         scores = scores if cap == math.inf else cap * np.tanh(scores / cap)
-        weights = np.exp(scores - scores.max())
-        out[row, head] = weights @ values / weights.sum()
+        weights = np.exp(scores)
+        out[row, head] = weights @ values / (weights.sum() + (0 if sinks is None else math.exp(sinks[head])))
     return out
 
 
@@ -152,6 +159,26 @@ def test_causal_attention_with_scale_and_cap(window: int | None, cap: float | No
     q, k, v = torch.randn(8, 4, 8), torch.randn(28, 2, 8), torch.randn(28, 2, 8)
     expected = plain_causal(q, k, v, 20, window, 0.7, cap or math.inf)
     np.testing.assert_allclose(layers.causal_attention(q, k, v, 20, window, 0.7, cap).numpy(), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("cap", [None, 1.5])
+@pytest.mark.parametrize(("start", "count"), [(0, 20), (20, 8)])
+def test_causal_attention_with_sinks(window: int | None, cap: float | None, start: int, count: int) -> None:
+    q, k, v = torch.randn(count, 4, 8), torch.randn(start + count, 2, 8), torch.randn(start + count, 2, 8)
+    sinks = torch.tensor([-3.0, 0.0, 1.0, 4.0])
+    expected = plain_causal(q, k, v, start, window, 0.7, cap or math.inf, sinks)
+    got = layers.causal_attention(q, k, v, start, window, 0.7, cap, sinks)
+    np.testing.assert_allclose(got.numpy(), expected, atol=1e-5)
+
+
+def test_clamped_swiglu() -> None:
+    gate, up = torch.linspace(-20, 20, 83), torch.linspace(-9, 9, 83).flip(0)
+    g, u = (x.double().numpy() for x in (gate.clamp(max=7), up.clamp(-7, 7)))
+    expected = g / (1 + np.exp(-1.702 * g)) * (u + 1)
+    rows = torch.cat((gate, up))[None]
+    np.testing.assert_allclose(layers.clamped_swiglu(rows)[0].numpy(), expected, rtol=1e-5, atol=1e-6)
+    assert layers.clamped_swiglu(rows.half()).dtype == torch.float16
 
 
 def make_s_part(config: ModelConfig) -> SPart:

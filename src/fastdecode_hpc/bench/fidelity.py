@@ -99,6 +99,8 @@ def measure(
         )
         for kv_dtype in kv_dtypes
     ]
+    for cache in caches:
+        cache.set_sinks(s_part.sinks())
     scores: list[list[TokenScores]] = [[] for _ in caches]
     progress = CountLine(num_windows * len(caches), "windows")
     for start in range(0, num_windows, batch_size):

@@ -46,6 +46,11 @@ class WindowCache:
         )
         self._open(max_windows)
 
+    def set_sinks(self, sinks: np.ndarray | None) -> None:
+        """Of a model that has them: [num_layers, num_heads] float32."""
+        if sinks is not None:
+            self._attention.set_sinks(sinks)
+
     def begin(self, num_windows: int) -> None:
         """Forget the last batch and make room for one of `num_windows`."""
         for seq_id in range(self._num_windows):

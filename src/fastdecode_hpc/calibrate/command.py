@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 MIN_ROUNDS = 3
 RUN_OPTIONS = (
-    "model", "load_format", "num_layers", "ranks", "device", "dtype", "cuda_graphs", "wire_dtype", "num_slots",
-    "max_prefill_tokens", "prefill_chunk_tokens", "block_size", "kv_memory_bytes", "threads", "pin_threads", "wait",
-    "isa", "batch_invariant", "allow_oversubscribe",
+    "model", "load_format", "num_layers", "ranks", "device", "dtype", "weight_dtype", "cuda_graphs", "wire_dtype",
+    "num_slots", "max_prefill_tokens", "prefill_chunk_tokens", "block_size", "kv_memory_bytes", "threads",
+    "pin_threads", "wait", "isa", "batch_invariant", "allow_oversubscribe",
 )  # fmt: skip
 
 

@@ -162,6 +162,7 @@ def _read_experts(given: TypedValues, raw: Mapping[str, Any], keys: ExpertKeys) 
         count=_read(given, raw, keys.count, "int"),
         per_token=_read(given, raw, keys.per_token, "int"),
         normalised=_read(given, raw, normalised, "bool") if isinstance(normalised, Key) else normalised,
+        router_bias=keys.router_bias,
     )
 
 

@@ -77,6 +77,7 @@ class ExpertKeys:
     count: Key
     per_token: Key
     normalised: bool | Key = True
+    router_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,9 @@ class WeightNames:
         one tensor holds all.
     is_transposed : bool
         Matrices of layers are ``[in, out]``.
+    fused_experts : bool
+        Of all experts there are tensors ``[experts, in, out]`` without an ending, with columns of gate and up in turn,
+        and their biases, whose names end with ``_bias``.
     ignored : tuple of str
         Ends of names that mean nothing.
     """
@@ -125,7 +129,9 @@ class WeightNames:
     router: str = "mlp.gate"
     mlp_inputs: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     down: str = "mlp.down_proj"
+    sinks: str = "self_attn.sinks"
     is_transposed: bool = False
+    fused_experts: bool = False
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
 
 
@@ -142,12 +148,15 @@ class GGUFForm:
     scaled_by_width : int
         A number of layers: the model of so many scales scores by ``(hidden_size / heads) ** -0.5``, which its file
         doesn't say.
+    truncates_yarn : bool
+        Whether the ramp of a yarn scaling ends at whole frequencies, which files don't say.
     """
 
     architecture: str
     names: WeightNames
     values: Mapping[str, Any] = field(default_factory=dict)
     scaled_by_width: int = 0
+    truncates_yarn: bool = True
 
 
 @dataclass(frozen=True)

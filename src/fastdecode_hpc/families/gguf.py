@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ _NUMBERS = {
     "logit_softcap": "final_logit_softcapping",
 }
 _MAX_LAYERS = 2**12  # more are refused by `ModelConfig`
+_PLAIN_YARN = {"yarn_ext_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_log_multiplier": 0.0}
 _REFUSED = ("attention.temperature_scale", "expert_shared_count", "leading_dense_block_count")
 
 
@@ -44,7 +46,11 @@ def config_of_gguf(path: Path, header: GGUFHeader) -> ModelConfig:
     fields |= _positions(values, family, fields["head_dim"])
     fields |= {**_scores(family.gguf, fields), **family.gguf.values}
     if family.experts is not None:  # llama.cpp lets the chosen experts' weights sum to 1
-        fields["experts"] = Experts(_uniform(values, "expert_count"), _uniform(values, "expert_used_count"))
+        fields["experts"] = Experts(
+            _uniform(values, "expert_count"),
+            _uniform(values, "expert_used_count"),
+            router_bias=family.experts.router_bias,
+        )
     return ModelConfig(
         **fields,
         **_windows(values, family, fields["num_layers"]),
@@ -64,6 +70,10 @@ def _family(path: Path, header: GGUFHeader) -> Family:
         raise ConfigError(f"{path} has architecture {show(architecture)}; of GGUF files {', '.join(known)} are read")
     num_experts = header.metadata.get(f"{architecture}.expert_count")
     fitting = [family for family in forms if (family.experts is not None) == bool(num_experts)]
+    if len(fitting) > 1:  # of an architecture with and without alternating windows
+        has_window = bool(header.metadata.get(f"{architecture}.attention.sliding_window"))
+        alternates = [family.window is not None and family.window.period is not None for family in fitting]
+        fitting = [family for family, each in zip(fitting, alternates, strict=True) if each == has_window] or fitting
     if not fitting:
         raise ConfigError(f"{path} has {architecture}.expert_count {show(num_experts)}, which isn't supported")
     return fitting[0]
@@ -142,12 +152,14 @@ def _positions(values: TypedValues, family: Family, head_dim: int) -> dict[str, 
         raise ConfigError(
             f"{values.path} has rope.dimension_count {rotated} and heads of {head_dim}; they must be equal"
         )
+    theta = values.number("rope.freq_base", family.rotary.theta)
     if windowed_theta is not None:
-        windowed_theta = values.number("rope.freq_base_swa", windowed_theta)
+        shared = family.rotary.windowed_key == family.rotary.theta_key
+        windowed_theta = values.number("rope.freq_base_swa", theta if shared else windowed_theta)
     return {
         "rotary_dim": None if rotated == head_dim else rotated,
-        "rope_theta": values.number("rope.freq_base", family.rotary.theta),
-        "rope_scaling": _linear_scaling(values),
+        "rope_theta": theta,
+        "rope_scaling": _scaling(values, family),
         "windowed_rope_theta": windowed_theta,
     }
 
@@ -171,14 +183,40 @@ def _uniform(values: TypedValues, key: str, default: int | None = None) -> int:
     return TypedValues(values.path, {key: listed[0]}, values.full_name("")).whole(key)
 
 
-def _linear_scaling(values: TypedValues) -> RopeScaling | None:
+def _scaling(values: TypedValues, family: Family) -> RopeScaling | None:
+    """The scaling of positions that metadata names; others have their divisors as tensors."""
     kind = values.text("rope.scaling.type", "linear" if "rope.scale_linear" in values else "none")
     factor = values.number("rope.scaling.factor", 0.0) or values.number("rope.scale_linear", 0.0) or 1.0
-    if kind not in ("none", "linear"):
+    if kind not in ("none", "linear", "yarn"):
         raise ConfigError(
-            f"{values.path} has rope scaling {show(kind)}; supported in GGUF files are linear and rope_freqs.weight"
+            f"{values.path} has rope scaling {show(kind)}; supported in GGUF files are linear, yarn and "
+            "rope_freqs.weight"
         )
-    return RopeScaling("linear", factor) if kind == "linear" and factor != 1.0 else None
+    if kind == "none" or factor == 1.0:
+        return None
+    return RopeScaling("linear", factor) if kind == "linear" else _yarn(values, family, factor)
+
+
+def _yarn(values: TypedValues, family: Family, factor: float) -> RopeScaling:
+    """As llama.cpp has it, but for the ends of its ramp, which it always takes at whole frequencies."""
+    assert family.gguf is not None
+    for key, plain in _PLAIN_YARN.items():
+        given = values.number(f"rope.scaling.{key}", plain)
+        if given != plain:
+            name = values.full_name(f"rope.scaling.{key}")
+            raise ConfigError(f"{values.path} sets {name} to {given:g}; only {plain:g} is supported")
+    if not factor > 1:
+        raise ConfigError(f"{values.path} has a yarn scaling with factor {factor:g}; it must be above 1")
+    original = values.whole("rope.scaling.original_context_length", 0) or _uniform(values, "context_length")
+    return RopeScaling(
+        "yarn",
+        factor,
+        original_max_position=original,
+        attention_factor=(0.1 * math.log(factor) + 1) * values.number("rope.scaling.attn_factor", 1.0),
+        beta_fast=values.number("rope.scaling.yarn_beta_fast", 32.0),
+        beta_slow=values.number("rope.scaling.yarn_beta_slow", 1.0),
+        truncate=family.gguf.truncates_yarn,
+    )
 
 
 def _eos_ids(tokens: TypedValues) -> tuple[int, ...]:

@@ -134,6 +134,26 @@ FAMILIES = (
         gguf=GGUFForm("qwen3moe", _GGUF_EXPERTS),
     ),
     Family(
+        "gpt_oss", "GptOssForCausalLM", "gpt-oss 20b, 120b",
+        {
+            **_llama_like(1e-5, kv_heads=8, head_dim=64, max_positions=131072),
+            "attention_bias": Key("attention_bias", True), "output_bias": Key("attention_bias", True),
+            "mlp_bias": True, "activation": Key("hidden_act", "silu", {"silu": "clamped-swiglu"}),
+            "attention_sinks": True,
+        },
+        rotary=Rotary(theta=150000.0), window=Window(default=128, period=Key("", 2)),
+        experts=ExpertKeys(Key("num_local_experts", 128), Key("num_experts_per_tok", 4), router_bias=True),
+        names=WeightNames(
+            router="mlp.router", mlp_inputs=("mlp.experts.gate_up_proj",), down="mlp.experts.down_proj",
+            fused_experts=True,
+        ),
+        computed={"swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
+        gguf=GGUFForm(
+            "gpt-oss", replace(_GGUF_EXPERTS, mlp_norm="post_attention_norm", sinks="attn_sinks.weight"),
+            truncates_yarn=False,
+        ),
+    ),
+    Family(
         "phi3", "Phi3ForCausalLM", "Phi-3, Phi-3.5, Phi-4",
         _llama_like(1e-5, max_positions=4096), window=Window(),
         rotary=Rotary(share_key="partial_rotary_factor", longrope_names=("longrope", "su", "yarn")),
@@ -150,6 +170,7 @@ FAMILIES = (
         {**_llama_like(1e-5), **_ALL_ATTENTION_BIASES, "norm_place": "after", "qk_norm": "row"},
         rotary=Rotary(theta=5e5, windowed_theta=5e5, windowed_key="rope_theta"),
         window=Window(default=4096, period=Key("", 4)),
+        gguf=GGUFForm("olmo2", _GGUF_NAMES),
     ),
     Family(
         "granite", "GraniteForCausalLM", "Granite 3",

@@ -55,6 +55,8 @@ def _attention(family: Family) -> Iterator[str]:
         yield "own scale"
     if "attention_softcap" in family.values:
         yield "soft-cap"
+    if "attention_sinks" in family.values:
+        yield "sinks"
 
 
 def _layers(family: Family) -> Iterator[str]:

@@ -106,6 +106,7 @@ class DecodeAttention:
     ) -> None:
         choose_isa()
         self._places = partition.layer_places
+        self._layers = tuple(pool.group.layers for pool, _ in partition.pairs)
         self._views = tuple((pool.view, recent.view if recent else None) for pool, recent in partition.pairs)
         self._num_threads, self._wire_dtype = num_threads, wire_dtype
         self._kernels = tuple(
@@ -119,6 +120,17 @@ class DecodeAttention:
             for (pool, _), views in zip(partition.pairs, self._views, strict=True)
         )
         self._q_sizes = tuple(num_heads * pool.group.head_dim for pool, _ in partition.pairs)
+
+    def set_sinks(self, sinks: np.ndarray) -> None:
+        """Give each query head of each layer a score that takes weight and has no value.
+
+        Parameters
+        ----------
+        sinks : np.ndarray
+            [num_layers, num_heads] float32
+        """
+        for layers, kernels in zip(self._layers, self._kernels, strict=True):
+            kernels.set_sinks(np.ascontiguousarray(sinks[list(layers)]))
 
     def append(self, layer: int, work: StepWork, qkv: np.ndarray) -> None:
         """Store K and V of the rows ``[q|k|v]`` at their positions.
@@ -194,6 +206,7 @@ def reference_attention(
     window: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Attention of one row in float64: the specification of the kernels.
 
@@ -211,6 +224,8 @@ def reference_attention(
         Of scores; default ``head_dim ** -0.5``.
     softcap : float, optional
         Scores become ``cap * tanh(score / cap)``.
+    sinks : np.ndarray, optional
+        [num_heads] one score more of each head, whose value is 0.
 
     Returns
     -------
@@ -229,9 +244,10 @@ def reference_attention(
     scores = np.einsum("hd,thd->ht", q.astype(np.float64), keys) * scale
     if softcap is not None:
         scores = softcap * np.tanh(scores / softcap)
-    largest = scores.max(axis=1, keepdims=True)
+    sink = np.full((num_heads, 1), -np.inf) if sinks is None else sinks.astype(np.float64)[:, None]
+    largest = np.maximum(scores.max(axis=1, keepdims=True), sink)
     weights = np.exp(scores - largest)
-    total = weights.sum(axis=1, keepdims=True)
+    total = weights.sum(axis=1, keepdims=True) + np.exp(sink - largest)
     return np.einsum("ht,thd->hd", weights / total, values), (largest + np.log(total))[:, 0]
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fastdecode_hpc.s_part import prompt_attention, row_kernels
+
+_SWIGLU_ALPHA, _SWIGLU_LIMIT = 1.702, 7.0  # of gpt-oss
 
 # A norm: of the last dimension of a tensor, by its weights (and biases), with what is added to the variance.
 # On a CPU torch's own activations take scalar functions for the last elements of each thread's share and vector ones
@@ -66,6 +69,16 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return (wide / twice_u.neg_().exp_().add_(1)).to(x.dtype)  # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u))
 
 
+def clamped_swiglu(gate_up: Tensor) -> Tensor:
+    """``g / (1 + exp(-1.702 g)) * (u + 1)`` of rows ``[gate|up]``, with g at most 7 and u within +-7.
+
+    Computed in float32, in the type of the rows.
+    """
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate, up = gate.clamp(max=_SWIGLU_LIMIT), up.clamp(-_SWIGLU_LIMIT, _SWIGLU_LIMIT)
+    return (gate / (gate * -_SWIGLU_ALPHA).exp_().add_(1) * (up + 1)).to(gate_up.dtype)
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": silu,
     "gelu": gelu,
@@ -81,6 +94,13 @@ def gated(activation: Callable[[Tensor], Tensor], gate_up: Tensor) -> Tensor:
         return row_kernels.swiglu(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return activation(gate) * up
+
+
+def activated(activation: str, is_gated: bool) -> Callable[[Tensor], Tensor]:
+    """What an MLP does between its products, to rows ``[gate|up]``, or ``[up]`` where nothing gates them."""
+    if activation == "clamped-swiglu":
+        return clamped_swiglu
+    return partial(gated, ACTIVATIONS[activation]) if is_gated else ACTIVATIONS[activation]
 
 
 def softcap(x: Tensor, cap: float) -> Tensor:
@@ -116,6 +136,7 @@ def causal_attention(
     window: int | None,
     scale: float | None = None,
     cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of consecutive queries of one sequence over all its keys so far.
 
@@ -131,6 +152,8 @@ def causal_attention(
         Of scores; default: ``head_dim ** -0.5``.
     cap : float, optional
         Of scores (`softcap`); default: none.
+    sinks : Tensor, optional
+        ``[num_heads]``, one score more of each head, whose value is 0.
 
     Returns
     -------
@@ -139,14 +162,15 @@ def causal_attention(
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if prompt_attention.take(q, k, v):
-        return prompt_attention.attend(q, k, v, start, window, scale, cap)
+        return prompt_attention.attend(q, k, v, start, window, scale, cap, sinks)
     first = 0 if window is None else max(0, start - window + 1)  # keys before it are out of every window
     num_keys = k.shape[0] - first
+    is_plain = cap is None and sinks is None
     is_square = start == 0 and (window is None or num_keys <= window)
-    seen = None if is_square and cap is None else _visible(q.shape[0], num_keys, start - first, window, q.device)
-    if cap is not None:
+    seen = None if is_square and is_plain else _visible(q.shape[0], num_keys, start - first, window, q.device)
+    if not is_plain:
         assert seen is not None
-        return _capped_attention(q, k[first:], v[first:], seen, scale, cap)
+        return _own_attention(q, k[first:], v[first:], seen, scale, cap, sinks)
     out = F.scaled_dot_product_attention(
         q.transpose(0, 1)[None],  # [1, num_heads, num_queries, head_dim]
         k[first:].transpose(0, 1)[None],
@@ -159,13 +183,24 @@ def causal_attention(
     return out[0].transpose(0, 1)
 
 
-def _capped_attention(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, cap: float) -> Tensor:
-    """Attention with capped scores, which torch's own has not; scores and weights are float32."""
+def _own_attention(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, cap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Attention with capped scores or sinks, which torch's own has not; scores and weights are float32."""
     heads = q.unflatten(1, (k.shape[1], -1)).permute(1, 2, 0, 3)  # [kv_heads, group, num_queries, head_dim]
     keys, values = (x.transpose(0, 1)[:, None] for x in (k, v))  # [kv_heads, 1, num_keys, head_dim]
-    scores = softcap((heads @ keys.mT).float() * scale, cap).masked_fill_(~seen, -math.inf)
-    out = scores.softmax(-1).to(v.dtype) @ values
+    scores = (heads @ keys.mT).float() * scale
+    scores = (scores if cap is None else softcap(scores, cap)).masked_fill_(~seen, -math.inf)
+    out = softmax_with_sinks(scores, sinks).to(v.dtype) @ values
     return out.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Weights of scores ``[kv_heads, group, num_queries, num_keys]``; each head's sink, if any, takes its share."""
+    if sinks is None:
+        return scores.softmax(dim=-1)
+    column = sinks.float().view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+    return torch.cat((scores, column), dim=-1).softmax(dim=-1)[..., :-1]
 
 
 def _visible(num_queries: int, num_keys: int, start: int, window: int | None, device: torch.device) -> Tensor:

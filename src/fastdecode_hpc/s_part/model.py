@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from functools import partial
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.s_part import layers
-from fastdecode_hpc.s_part.products import linear
+from fastdecode_hpc.s_part.products import linear, look_up
 from fastdecode_hpc.s_part.rope import rope_tables
 from fastdecode_hpc.s_part.row_tiles import BASE_SIZES, RowTiles, find_row_tiles
 from fastdecode_hpc.s_part.weights import LayerWeights, Weights
@@ -58,7 +59,7 @@ class SPart:
         self.max_positions = max_positions or config.max_context_len
         self.config, self.weights = config.for_context(self.max_positions), weights
         self.device, self.dtype = device, dtype
-        self._norm, self._activation = layers.NORMS[config.norm], layers.ACTIVATIONS[config.activation]
+        self._norm, self._activated = layers.NORMS[config.norm], layers.activated(config.activation, config.gated)
         scale = config.embedding_scale  # rounded to the weights' type, as these models were trained
         self._embedding_scale = None if scale == 1.0 else torch.tensor(scale, dtype=dtype, device=device)
         self._norms_sum = config.norm_place == "sum"
@@ -73,6 +74,13 @@ class SPart:
     def can_be_recorded(self) -> bool:
         """Whether the halves of layers do the same whatever the rows hold; experts take others each time."""
         return self.config.experts is None
+
+    def sinks(self) -> np.ndarray | None:
+        """A score of each head that takes weight and has no value, ``[num_layers, num_heads]`` float32."""
+        if not self.config.attention_sinks:
+            return None
+        found: np.ndarray = torch.stack([layer.sinks for layer in self.weights.layers]).float().cpu().numpy()
+        return found
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """Hidden states of tokens: ``[num_rows]`` int64, ids and positions, to ``[num_rows, hidden_size]``."""
@@ -146,13 +154,14 @@ class SPart:
             q, k, v = (x.to(q.dtype).unflatten(-1, (-1, self.config.head_dim)) for x in (q, k, v))
             config = self.config
             out = layers.causal_attention(
-                q, k, v, start, config.window_of(layer), config.attention_scale, config.attention_softcap
-            )
+                q, k, v, start, config.window_of(layer), config.attention_scale, config.attention_softcap,
+                self.weights.layers[layer].sinks,
+            )  # fmt: skip
             return out.flatten(-2)
 
     def _embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         config, weights = self.config, self.weights
-        hidden = F.embedding(token_ids, weights.embedding).to(self.dtype)
+        hidden = look_up(token_ids, weights.embedding).to(self.dtype)
         if weights.project_in is not None:
             hidden = linear(hidden, weights.project_in)
         if weights.positions is not None:
@@ -200,17 +209,11 @@ class SPart:
         gate_up = linear(normed, weights.gate_up, weights.gate_up_bias)
         return linear(self._activated(gate_up), weights.down, weights.down_bias)
 
-    def _activated(self, gate_up: Tensor) -> Tensor:
-        """``activation(gate) * up`` of rows ``[gate|up]``, or ``activation(up)`` of rows ``[up]``."""
-        if not self.config.gated:
-            return self._activation(gate_up)
-        return layers.gated(self._activation, gate_up)
-
     def _mixture(self, weights: LayerWeights, normed: Tensor) -> Tensor:
         """Each row through the experts that the router gives it, weighed and summed in the order of experts."""
         experts = self.config.experts
         assert experts is not None and weights.router is not None
-        shares = linear(normed, weights.router).float().softmax(dim=-1)
+        shares = linear(normed, weights.router, weights.router_bias).float().softmax(dim=-1)
         chosen, numbers = shares.topk(experts.per_token, dim=-1)
         if experts.normalised:
             chosen = chosen / chosen.sum(dim=-1, keepdim=True)
@@ -222,7 +225,12 @@ class SPart:
         return out
 
     def _expert(self, weights: LayerWeights, expert: int, normed: Tensor) -> Tensor:
-        return linear(self._activated(linear(normed, weights.gate_up[expert])), weights.down[expert])
+        up_bias, down_bias = (
+            None if bias is None else bias[expert] for bias in (weights.gate_up_bias, weights.down_bias)
+        )
+        return linear(
+            self._activated(linear(normed, weights.gate_up[expert], up_bias)), weights.down[expert], down_bias
+        )
 
     def _logits(self, hidden: Tensor) -> Tensor:
         config, weights = self.config, self.weights

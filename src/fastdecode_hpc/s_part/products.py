@@ -10,29 +10,33 @@ or doesn't take the type on this processor, weights stay as they are and `torch.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fastdecode_hpc.s_part.weight_tensors import Weights
+from fastdecode_hpc.s_part.int8_weights import Int8Weight
+from fastdecode_hpc.s_part.weight_tensors import LayerWeights, Matrix, Weights
 
 ROWS_HINT = 32  # the order is the same for all numbers of rows, but oneDNN asks for one
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias`` for a weight that may be packed.
 
     Parameters
     ----------
     x : Tensor
         ``[num_rows, in]``
-    weight : Tensor
+    weight : Tensor or Int8Weight
         ``[out, in]``, as `pack` gave it, or as it was loaded, which takes up to twice as long.
     bias : Tensor, optional
         ``[out]``
     """
+    if isinstance(weight, Int8Weight):
+        return weight.multiply(x, bias)
     if weight.is_mkldnn or (weight.device.type == "cpu" and _can_pack(weight.dtype)):
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return out
@@ -47,20 +51,46 @@ def pack(weight: Tensor) -> Tensor:
     return packed
 
 
-def unpacked(weight: Tensor) -> Tensor:
-    """The weight itself, ``[out, in]``."""
+def look_up(numbers: Tensor, weight: Matrix) -> Tensor:
+    """Rows of a matrix by ``[num_rows]`` int64 numbers."""
+    return weight.rows(numbers) if isinstance(weight, Int8Weight) else F.embedding(numbers, weight)
+
+
+def unpacked(weight: Matrix | Sequence[Matrix]) -> Tensor:
+    """The weight itself, ``[out, in]``, or of experts ``[experts, out, in]``."""
+    if isinstance(weight, Sequence):
+        return torch.stack([unpacked(expert) for expert in weight])
+    if isinstance(weight, Int8Weight):
+        return weight.dequantised()
     return weight.to_dense() if weight.is_mkldnn else weight
 
 
-def pack_weights(weights: Weights) -> None:
-    """Pack all matrices in place, one after the other: one is in memory twice at a time.
+def pack_layer(layer: LayerWeights, weight_dtype: str = "auto") -> None:
+    """Pack a layer's matrices in place, experts one by one; the router stays in floats.
 
-    Of a head that is the embedding, whose rows are looked up, the packed one is a copy. Experts stay as they are.
+    Parameters
+    ----------
+    layer : LayerWeights
+    weight_dtype : str
+        ``auto``: they keep their type; ``int8``.
     """
-    for layer in weights.layers:
-        for name in layer.matrices():
-            setattr(layer, name, pack(getattr(layer, name)))
-    weights.lm_head = pack(weights.lm_head)
+    for name in layer.matrices():
+        value, into = getattr(layer, name), pack if name == "router" else _PACKERS[weight_dtype]
+        setattr(layer, name, into(value) if value.ndim == 2 else [into(expert) for expert in value])
+
+
+def pack_head(weights: Weights, weight_dtype: str = "auto") -> None:
+    """Pack the head in place.
+
+    Where it is the embedding, whose rows are looked up, a packed one in floats is a copy.
+    """
+    is_tied = weights.lm_head is weights.embedding
+    weights.lm_head = _PACKERS[weight_dtype](weights.lm_head)
+    if is_tied and isinstance(weights.lm_head, Int8Weight):
+        weights.embedding = weights.lm_head
+
+
+_PACKERS: dict[str, Callable[[Tensor], Matrix]] = {"auto": pack, "int8": Int8Weight}
 
 
 @cache

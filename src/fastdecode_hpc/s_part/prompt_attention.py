@@ -41,7 +41,16 @@ def take(q: Tensor, k: Tensor, v: Tensor) -> bool:
     )
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, start: int, window: int | None, scale: float, cap: float | None) -> Tensor:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    start: int,
+    window: int | None,
+    scale: float,
+    cap: float | None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """`layers.causal_attention`; the result is contiguous."""
     num_queries, num_heads, head_dim = q.shape
     num_keys, num_kv_heads, _ = k.shape
@@ -49,13 +58,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, start: int, window: int | None, scal
     assert num_keys == start + num_queries and (window is None or window > 0), (num_keys, start, num_queries, window)
     group_size, num_threads, item = num_heads // num_kv_heads, torch.get_num_threads(), q.element_size()
     out = torch.empty(q.shape, dtype=q.dtype)
+    own_sinks = None if sinks is None else sinks.float().contiguous()
+    assert own_sinks is None or own_sinks.shape == (num_heads,), own_sinks.shape
     if not hasattr(_own, "scratch"):
         _own.scratch = _kernels.Scratch()
     choose_isa()
     _kernels.attend_prompt(
         _own.scratch, q.data_ptr(), q.stride(0) * item, num_queries, k.data_ptr(), k.stride(0) * item, v.data_ptr(),
         v.stride(0) * item, out.data_ptr(), out.stride(0) * item, start, num_kv_heads, group_size, head_dim,
-        DTYPES[q.dtype], window or 0, scale, cap or 0.0,
+        DTYPES[q.dtype], window or 0, scale, cap or 0.0, 0 if own_sinks is None else own_sinks.data_ptr(),
         queries_of_task(num_queries, num_kv_heads, group_size, num_threads), num_threads,
     )  # fmt: skip
     return out

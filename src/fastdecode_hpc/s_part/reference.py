@@ -15,7 +15,7 @@ from collections.abc import Sequence as Ordered
 import torch
 from torch import Tensor
 
-from fastdecode_hpc.model_shape import ModelConfig
+from fastdecode_hpc.s_part.layers import softmax_with_sinks
 from fastdecode_hpc.s_part.margins import choice_margin
 from fastdecode_hpc.s_part.model import SPart
 from fastdecode_hpc.s_part.products import unpacked
@@ -130,11 +130,11 @@ def _run_layer(model: SPart, layer: int, hidden: Tensor, positions: Tensor) -> N
     k, v = (hidden.new_empty(len(hidden), size) for size in sizes[1:])
     for rows in _blocks(len(hidden), LAYER_ROWS):
         q, k[rows], v[rows] = model.pre_attention(layer, hidden[rows], positions[rows]).split(sizes, dim=1)
-        o = _attention(model.config, layer, q, k[: rows.stop], v[: rows.stop])
+        o = _attention(model, layer, q, k[: rows.stop], v[: rows.stop])
         hidden[rows] = model.post_attention(layer, hidden[rows], o)
 
 
-def _attention(config: ModelConfig, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _attention(model: SPart, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of the newest tokens of one sequence over all of it, itself included.
 
     Parameters
@@ -144,6 +144,7 @@ def _attention(config: ModelConfig, layer: int, q: Tensor, k: Tensor, v: Tensor)
     k, v : Tensor
         ``[num_tokens, kv_size]``
     """
+    config, sinks = model.config, model.weights.layers[layer].sinks
     start, window, cap = len(k) - len(q), config.window_of(layer), config.attention_softcap
     k, v = (x.unflatten(1, (config.num_kv_heads, config.head_dim)) for x in (k, v))
     out = torch.empty_like(q)
@@ -158,7 +159,7 @@ def _attention(config: ModelConfig, layer: int, q: Tensor, k: Tensor, v: Tensor)
             keys.start, keys.stop, device=q.device
         )
         hidden = age < 0 if window is None else (age < 0) | (age >= window)
-        weights = scores.masked_fill_(hidden, -math.inf).softmax(dim=-1)
+        weights = softmax_with_sinks(scores.masked_fill_(hidden, -math.inf), sinks)
         out[rows] = torch.einsum("hgqk,khd->qhgd", weights, v[keys]).flatten(1)
     return out
 
@@ -171,7 +172,7 @@ def _blocks(total: int, size: int) -> Iterator[slice]:
 def _as_float32(weights: Weights) -> Weights:
     """The same weights in float32; layers only as long as they are used."""
     return Weights(
-        weights.embedding,
+        weights.embedding,  # rows of it are widened when they are looked up
         _Layers(weights.layers),
         _float32(weights.final_norm),
         unpacked(weights.lm_head).float(),

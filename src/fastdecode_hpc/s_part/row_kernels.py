@@ -1,4 +1,4 @@
-"""Native kernels for what a layer does to its rows beside matrix products; for tensors of a CPU.
+"""Native kernels for what a layer does to its rows, beside the matrix products that torch does; for tensors of a CPU.
 
 Notes
 -----
@@ -20,6 +20,10 @@ DTYPES = {
     torch.bfloat16: _kernels.DTYPES["bf16"],
 }
 """What the kernels take, by the names they have there."""
+
+
+INT8_PANEL, INT8_GROUP, INT8_SCALED = _kernels.INT8_PANEL, _kernels.INT8_GROUP, _kernels.INT8_SCALED
+"""Of a matrix in 8 bits: outputs of a panel, inputs of a group, inputs that share a scale."""
 
 
 def take(x: Tensor, *num_dims: int) -> bool:
@@ -99,3 +103,34 @@ def to_wire(values: Tensor, target: Tensor, num_saturated: Tensor) -> None:
         target.data_ptr(), target.stride(0) * target.element_size(), DTYPES[target.dtype], values.shape[1],
         num_saturated.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
+
+
+def multiply_int8(rows: Tensor, codes: Tensor, scales: Tensor, offsets: Tensor) -> Tensor:
+    """Products of rows with the outputs of a matrix in 8 bits.
+
+    Parameters
+    ----------
+    rows : Tensor
+        ``[num_rows, in]`` float32; may be a view whose values of a row lie next to each other.
+    codes : Tensor
+        int8, in the order of kernels.h.
+    scales, offsets : Tensor
+        ``[in / INT8_SCALED, out]`` float32; `out` is a multiple of `INT8_PANEL`.
+
+    Returns
+    -------
+    Tensor
+        ``[num_rows, out]`` float32
+    """
+    (num_rows, num_in), num_out, threads = rows.shape, scales.shape[1], torch.get_num_threads()
+    assert rows.is_cpu and rows.dtype == torch.float32 and rows.stride(1) == 1, (rows.dtype, rows.stride())
+    assert codes.numel() == num_in * num_out and num_out % INT8_PANEL == 0, (codes.shape, rows.shape, scales.shape)
+    assert scales.shape == offsets.shape == (-(-num_in // INT8_SCALED), num_out), (scales.shape, offsets.shape)
+    assert all(x.is_contiguous() for x in (codes, scales, offsets))
+    out, workspace = torch.empty(num_rows, num_out), torch.empty(threads, _kernels.PRODUCT_FLOATS)
+    choose_isa()
+    _kernels.multiply_int8(
+        rows.data_ptr(), num_rows, rows.stride(0), num_in, codes.data_ptr(), scales.data_ptr(), offsets.data_ptr(),
+        num_out // INT8_PANEL, out.data_ptr(), workspace.data_ptr(), threads,
+    )  # fmt: skip
+    return out

@@ -25,7 +25,16 @@ class Target(NamedTuple):
 
 def list_targets(config: ModelConfig, names: WeightNames, weights: Weights) -> list[Target]:
     """Every tensor that a checkpoint of this model holds."""
-    return [*_outside(names, weights), *_layers(config, names, weights)]
+    return [target for _, targets in list_by_layer(config, names, weights) for target in targets]
+
+
+def list_by_layer(
+    config: ModelConfig, names: WeightNames, weights: Weights
+) -> Iterator[tuple[LayerWeights | None, list[Target]]]:
+    """Those outside layers, then those of each layer, with that layer; looked at one after the other."""
+    yield None, list(_outside(names, weights))
+    for index, layer in enumerate(weights.layers):
+        yield layer, list(_layer(config, names, names.prefix + names.layer.format(index), layer))
 
 
 def _outside(names: WeightNames, weights: Weights) -> Iterator[Target]:
@@ -42,16 +51,16 @@ def _outside(names: WeightNames, weights: Weights) -> Iterator[Target]:
         yield from _matrix(names.head, weights.lm_head)
 
 
-def _layers(config: ModelConfig, names: WeightNames, weights: Weights) -> Iterator[Target]:
-    for index, layer in enumerate(weights.layers):
-        prefix = names.prefix + names.layer.format(index)
-        for name, norm in _norm_names(config, names, layer):
-            yield from _norm(prefix + name, norm)
-        yield from _qkv(config, names, prefix, layer)
-        yield from _matrix(prefix + names.output, layer.output, layer.output_bias, is_transposed=names.is_transposed)
-        if layer.router is not None:
-            yield from _matrix(prefix + names.router, layer.router)
-        yield from _mlp(names, prefix, layer)
+def _layer(config: ModelConfig, names: WeightNames, prefix: str, layer: LayerWeights) -> Iterator[Target]:
+    for name, norm in _norm_names(config, names, layer):
+        yield from _norm(prefix + name, norm)
+    yield from _qkv(config, names, prefix, layer)
+    yield from _matrix(prefix + names.output, layer.output, layer.output_bias, is_transposed=names.is_transposed)
+    if layer.router is not None:
+        yield from _matrix(prefix + names.router, layer.router, layer.router_bias)
+    if layer.sinks is not None:
+        yield Target(prefix + names.sinks, layer.sinks, tuple(layer.sinks.shape))
+    yield from _fused_experts(names, prefix, layer) if names.fused_experts else _mlp(names, prefix, layer)
 
 
 def _norm_names(config: ModelConfig, names: WeightNames, layer: LayerWeights) -> Iterator[tuple[str, Tensor | None]]:
@@ -120,6 +129,19 @@ def _mlp(names: WeightNames, prefix: str, layer: LayerWeights) -> Iterator[Targe
     for expert, (gate_up, down) in enumerate(zip(layer.gate_up, layer.down, strict=True)):
         for target in _one_mlp(names, prefix, gate_up, None, down, None):
             yield target._replace(name=target.name.format(expert))
+
+
+def _fused_experts(names: WeightNames, prefix: str, layer: LayerWeights) -> Iterator[Target]:
+    """Of all experts, ``[experts, in, out]``, the inputs of an MLP in turn: of each output gate, then up."""
+    for name, weight, bias, parts in (
+        (names.mlp_inputs[0], layer.gate_up, layer.gate_up_bias, 2),
+        (names.down, layer.down, layer.down_bias, 1),
+    ):
+        experts, num_out, num_in = weight.shape
+        place = weight.unflatten(1, (parts, -1)).permute(0, 3, 2, 1)  # [experts, in, out of a part, parts]
+        yield Target(prefix + name, place, (experts, num_in, num_out))
+        if bias is not None:
+            yield Target(f"{prefix}{name}_bias", bias.unflatten(1, (parts, -1)).mT, (experts, num_out))
 
 
 def _one_mlp(

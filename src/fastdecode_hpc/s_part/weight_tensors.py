@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from fastdecode_hpc.model_shape import ModelConfig
+from fastdecode_hpc.s_part.int8_weights import Int8Weight
+
+Matrix: TypeAlias = Tensor | Int8Weight
 
 
 @dataclass(slots=True)
 class LayerWeights:
     """One layer; None: the model has none.
 
-    Matrices are ``[out, in]``, with experts ``[experts, out, in]``. A norm is ``[size]``, or ``[2, size]`` of weights
-    and biases.
+    Matrices are ``[out, in]``, with experts ``[experts, out, in]``, until they are packed: then each is a `Matrix`, and
+    those of experts are a list. A norm is ``[size]``, or ``[2, size]`` of weights and biases.
     """
 
     qkv: Tensor  # [qkv_size, hidden_size]
@@ -34,26 +38,27 @@ class LayerWeights:
     q_norm: Tensor | None = None  # [head_dim], or [q_size]
     k_norm: Tensor | None = None  # [head_dim], or [kv_size]
     router: Tensor | None = None  # [experts, hidden_size]
+    router_bias: Tensor | None = None
+    sinks: Tensor | None = None  # [num_heads]
 
     def matrices(self) -> list[str]:
-        """Names of what all rows are multiplied with; of experts only the router."""
-        names = ("qkv", "output", "gate_up", "down", "router")
-        return [name for name in names if (value := getattr(self, name)) is not None and value.ndim == 2]
+        """Names of what rows are multiplied with."""
+        return [name for name in ("qkv", "output", "gate_up", "down", "router") if getattr(self, name) is not None]
 
-    def tensors(self) -> list[Tensor]:
+    def tensors(self) -> list[Matrix]:
         """All tensors that are there."""
-        values = (getattr(self, name) for name in self.__slots__)
-        return [value for value in values if value is not None]
+        values = [value for name in self.__slots__ if (value := getattr(self, name)) is not None]
+        return [each for value in values for each in (value if isinstance(value, list) else [value])]
 
 
 @dataclass(slots=True)
 class Weights:
     """All weights of a model, of one type on one device."""
 
-    embedding: Tensor  # [vocab_size, hidden_size], or of the width of embeddings
+    embedding: Matrix  # [vocab_size, hidden_size], or of the width of embeddings
     layers: Sequence[LayerWeights]
     final_norm: Tensor | None
-    lm_head: Tensor  # as the embedding, which it is where the model ties them
+    lm_head: Matrix  # as the embedding, which it is where the model ties them
     positions: Tensor | None = None  # [num_positions, hidden_size] learned ones
     project_in: Tensor | None = None  # [hidden_size, width of embeddings]
     project_out: Tensor | None = None  # [width of embeddings, hidden_size]
@@ -64,7 +69,7 @@ class Weights:
         head = None if self.lm_head is self.embedding else self.lm_head
         outside = [self.embedding, self.final_norm, head, self.positions, self.project_in, self.project_out]
         tensors = [*(t for t in outside if t is not None), *(t for layer in self.layers for t in layer.tensors())]
-        return sum(t.numel() * t.element_size() for t in tensors)
+        return sum(t.nbytes if isinstance(t, Int8Weight) else t.numel() * t.element_size() for t in tensors)
 
 
 def allocate(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Weights:
@@ -103,6 +108,8 @@ def allocate(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> W
             q_norm=qk_norm(config.q_size),
             k_norm=qk_norm(config.kv_size),
             router=only(bool(experts), *experts, hidden),
+            router_bias=only(config.experts is not None and config.experts.router_bias, *experts),
+            sinks=only(config.attention_sinks, config.num_heads),
         )
 
     embedding = empty(config.vocab_size, width)

@@ -22,7 +22,7 @@ from fastdecode_hpc.s_part.checkpoint import (
     open_checkpoint,
     read_model_config,
 )
-from fastdecode_hpc.s_part.weight_targets import Target, list_targets
+from fastdecode_hpc.s_part.weight_targets import Target, list_by_layer, list_targets
 from fastdecode_hpc.s_part.weight_tensors import LayerWeights, Weights, allocate
 
 __all__ = [
@@ -46,6 +46,7 @@ def load_weights(
     device: torch.device,
     first_layers: bool = False,
     progress: Callable[[int, int], None] | None = None,
+    finish: Callable[[LayerWeights], None] | None = None,
 ) -> Weights:
     """Read all weights of a checkpoint.
 
@@ -59,6 +60,8 @@ def load_weights(
         The checkpoint may have more layers than `config`; these are left out.
     progress : callable, optional
         Called after every tensor with the bytes of weights in place and their total.
+    finish : callable, optional
+        Called with every layer that is complete, and may replace its tensors.
 
     Raises
     ------
@@ -73,26 +76,47 @@ def load_weights(
     _check_names(path, checkpoint, present, wanted)
     weights = allocate(config, dtype, device)
     done_bytes, total_bytes = 0, weights.size_bytes
-    for target in list_targets(config, names, weights):
-        _fill(target, checkpoint)
-        done_bytes += target.place.numel() * target.place.element_size()
-        if progress is not None:
-            progress(done_bytes, total_bytes)
+    for layer, targets in list_by_layer(config, names, weights):
+        for target in targets:
+            _fill(target, checkpoint)
+            done_bytes += target.place.numel() * target.place.element_size()
+            if progress is not None:
+                progress(done_bytes, total_bytes)
+        if layer is not None and finish is not None:
+            finish(layer)
     return weights
 
 
-def dummy_weights(config: ModelConfig, *, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Weights:
-    """Random weights that keep activations near unit size, for benchmarks without a checkpoint."""
+def dummy_weights(
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int = 0,
+    finish: Callable[[LayerWeights], None] | None = None,
+) -> Weights:
+    """Random weights that keep activations near unit size, for benchmarks without a checkpoint.
+
+    `finish` is as for `load_weights`.
+    """
     weights = allocate(config, dtype, device)
     generator = torch.Generator(device).manual_seed(seed)
-    for target in list_targets(config, BY_NAME[config.architecture].names, weights):
-        if len(target.shape) > 1:
-            bound = math.sqrt(3 / target.place.shape[-1])
-            target.place.uniform_(-bound, bound, generator=generator)
-        else:
-            is_norm_weight = target.is_norm and target.name.endswith(".weight")
-            target.place.fill_(1.0 if is_norm_weight and config.norm != "rms-plus-one" else 0.0)
+    for layer, targets in list_by_layer(config, BY_NAME[config.architecture].names, weights):
+        for target in targets:
+            _fill_randomly(target, config, generator)
+        if layer is not None and finish is not None:
+            finish(layer)
     return weights
+
+
+def _fill_randomly(target: Target, config: ModelConfig, generator: torch.Generator) -> None:
+    if len(target.shape) > 1:
+        num_in = target.place.shape[target.place.stride().index(1)]  # a matrix's inputs lie side by side
+        bound = math.sqrt(3 / num_in)
+        target.place.uniform_(-bound, bound, generator=generator)
+    else:
+        is_norm_weight = target.is_norm and target.name.endswith(".weight")
+        target.place.fill_(1.0 if is_norm_weight and config.norm != "rms-plus-one" else 0.0)
 
 
 def _check_names(path: Path, checkpoint: Checkpoint, names: set[str], targets: Iterable[Target]) -> None:

@@ -1,0 +1,147 @@
+"""A model with weights in 8 bits: computed as with the values that are left, loaded within a layer's floats."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastdecode_hpc.config import INT8_WEIGHT_BYTES, ConfigError, RunConfig
+from fastdecode_hpc.model_shape import Experts, ModelConfig
+from fastdecode_hpc.s_part.build import build_s_part
+from fastdecode_hpc.s_part.int8_weights import Int8Weight
+from fastdecode_hpc.s_part.model import SPart
+from fastdecode_hpc.s_part.products import pack_head, pack_layer, unpacked
+from fastdecode_hpc.s_part.reference import Reference
+from fastdecode_hpc.s_part.weight_tensors import LayerWeights, Weights
+from fastdecode_hpc.s_part.weights import dummy_weights, load_weights, read_model_config
+from fastdecode_hpc.setup import weights_on_host
+from tiny_models import make_checkpoint, random_prompt
+
+CPU = torch.device("cpu")
+MODEL = ModelConfig(320, 128, 256, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=32, max_context_len=64)
+MODELS = {
+    "plain": MODEL,
+    "tied": dataclasses.replace(MODEL, tie_embeddings=True),
+    "experts": dataclasses.replace(MODEL, experts=Experts(4, 2)),
+    "biases": dataclasses.replace(MODEL, attention_bias=True, output_bias=True, mlp_bias=True, gated=False),
+}
+models = pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
+
+
+def make_weights(config: ModelConfig, weight_dtype: str, dtype: torch.dtype = torch.float32) -> Weights:
+    finish = partial(pack_layer, weight_dtype=weight_dtype)
+    weights = dummy_weights(config, dtype=dtype, device=CPU, finish=finish)
+    pack_head(weights, weight_dtype)
+    return weights
+
+
+def make_s_part(config: ModelConfig, weights: Weights, *, batch_invariant: bool = False) -> SPart:
+    dtype = weights.layers[0].attention_norm.dtype
+    return SPart(config, weights, device=CPU, dtype=dtype, batch_invariant=batch_invariant)
+
+
+def widened(weights: Weights) -> Weights:
+    """The same values as plain tensors."""
+    layers = [
+        LayerWeights(*(None if (x := getattr(layer, name)) is None else unpacked(x) for name in layer.__slots__))
+        for layer in weights.layers
+    ]
+    return Weights(unpacked(weights.embedding), layers, weights.final_norm, unpacked(weights.lm_head))
+
+
+def logits_of(s_part: SPart, ids: list[int]) -> torch.Tensor:
+    tokens, positions = torch.tensor(ids), torch.arange(len(ids))
+    hidden, config = s_part.embed(tokens, positions), s_part.config
+    for layer in range(config.num_layers):
+        q, k, v = s_part.pre_attention(layer, hidden, positions).split([config.q_size, *[config.kv_size] * 2], dim=1)
+        hidden = s_part.post_attention(layer, hidden, s_part.prefill_attention(layer, q, k, v, 0))
+    return s_part.logits(hidden)
+
+
+@models
+def test_logits_are_those_of_the_values_that_are_left(config: ModelConfig) -> None:
+    weights, ids = make_weights(config, "int8"), random_prompt(40)
+    got = logits_of(make_s_part(config, weights), ids)
+    torch.testing.assert_close(got, logits_of(make_s_part(config, widened(weights)), ids), rtol=0, atol=1e-4)
+    torch.testing.assert_close(got, Reference(make_s_part(config, weights)).logits(ids), rtol=0, atol=1e-4)
+    plain = logits_of(make_s_part(config, make_weights(config, "auto")), ids)
+    assert 1e-4 < float((got - plain).abs().mean()) < 0.05  # rounded, not by much; an expert may be another
+
+
+@models
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_memory_is_what_the_set_up_reckons_with(config: ModelConfig, dtype: str) -> None:
+    torch_dtype = torch.float32 if dtype == "fp32" else torch.bfloat16
+    weights = make_weights(config, "int8", torch_dtype)
+    run = RunConfig(dtype=dtype, weight_dtype="int8")
+    small = sum(
+        value.numel() * value.element_size()
+        for layer in weights.layers
+        for name in layer.__slots__
+        if name.endswith(("bias", "norm")) and (value := getattr(layer, name)) is not None
+    )
+    router = 0 if config.experts is None else config.num_layers * config.experts.count * config.hidden_size
+    routers = int(router * (torch_dtype.itemsize - INT8_WEIGHT_BYTES))  # they are in floats, which isn't reckoned
+    norm = weights.final_norm.numel() * torch_dtype.itemsize
+    assert weights_on_host(run, config, "cpu") == weights.size_bytes - small - norm - routers
+    floats = make_weights(config, "auto", torch_dtype).size_bytes
+    assert weights.size_bytes < (0.5 if dtype == "fp32" else 0.7) * floats
+
+
+def test_what_is_packed() -> None:
+    tied, untied = make_weights(MODELS["tied"], "int8"), make_weights(MODEL, "int8")
+    assert tied.embedding is tied.lm_head
+    assert isinstance(untied.lm_head, Int8Weight) and isinstance(untied.embedding, torch.Tensor)
+    mixture = make_weights(MODELS["experts"], "int8").layers[0]
+    assert len(mixture.gate_up) == len(mixture.down) == 4
+    assert all(isinstance(expert, Int8Weight) for expert in (*mixture.gate_up, *mixture.down))
+    assert isinstance(mixture.router, torch.Tensor)
+
+
+@models
+def test_a_row_has_the_same_bits_in_any_batch(config: ModelConfig) -> None:
+    for weight_dtype in ("auto", "int8"):
+        s_part = make_s_part(config, make_weights(config, weight_dtype), batch_invariant=True)
+        hidden, o = torch.randn(70, config.hidden_size), torch.randn(70, config.q_size)
+        whole = s_part.post_attention(1, hidden, o)
+        for first, last in ((0, 1), (1, 4), (4, 13), (13, 30), (30, 70)):
+            part = s_part.post_attention(1, hidden[first:last], o[first:last])
+            assert torch.equal(part, whole[first:last]), (weight_dtype, first)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2", "opt-350m", "gemma2"])
+def test_checkpoints_of_families(family: str, tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, family)
+    config, ids = read_model_config(path), random_prompt(30)
+    run = RunConfig(model=str(path), device="cpu", weight_dtype="int8")
+    s_part = build_s_part(run, config, path, threads=1, max_context_len=64)
+    weights = load_weights(path, config, dtype=torch.float32, device=CPU)
+    floats = SPart(config, weights, device=CPU, dtype=torch.float32, batch_invariant=False)
+    exact = logits_of(floats, ids)
+    got = logits_of(s_part, ids)
+    assert float((got - exact).abs().mean()) < 0.02 * float(exact.abs().max())
+    assert float((got - Reference(s_part).logits(ids)).abs().max()) < 1e-4 * float(exact.abs().max())
+
+
+def test_a_layer_is_packed_before_the_next_one_is_read(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, "llama-mha")
+    config, seen = read_model_config(path), []
+
+    def finish(layer: LayerWeights) -> None:
+        pack_layer(layer, "int8")
+        seen.append(layer)
+
+    weights = load_weights(path, config, dtype=torch.float32, device=CPU, finish=finish)
+    assert seen == list(weights.layers)
+
+
+def test_on_a_gpu_they_are_refused() -> None:
+    with pytest.raises(ConfigError, match="weight_dtype is int8 and the S-Part is on a GPU"):
+        weights_on_host(RunConfig(weight_dtype="int8"), MODEL, "cuda")
+    assert weights_on_host(RunConfig(), MODEL, "cuda") == 0
+    with pytest.raises(ConfigError, match="weight_dtype"):
+        RunConfig(weight_dtype="int3")
