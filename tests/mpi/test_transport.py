@@ -163,7 +163,6 @@ def run_r_side(end, plans: list[list[StepPlan]], dtype) -> None:
             times = end.layer_times(slot)
             if mine:
                 assert (times[2] >= times[:2]).all()  # posted after it was asked for and arrived
-                assert (times[3] <= times[1]).all()  # after what came before
             end.send_report(slot, StepReport(plan.num_rows, 0.0, 0.0, 1000 * end.rank + plan.step, False, *times))
     end.wait_prefill(np.array([s.seq_id for s in expected], np.int64))
     end.close()

@@ -134,7 +134,8 @@ class MpiREnd:
         assert state.incoming is not None and state.incoming.t_done is not None
         if state.num_rows:
             state.times[3, state.layer] = self._t_arrived
-            self._t_arrived = state.times[1, state.layer] = self._pass_in(state, state.incoming.t_done)
+            state.times[1, state.layer] = self._pass_in(state, state.incoming.t_done)
+            self._t_arrived = max(self._t_arrived, state.times[1, state.layer])  # one may be taken after a later one
         return state.qkv[: state.num_rows]
 
     def out_rows(self, slot: int) -> Rows:
