@@ -146,6 +146,7 @@ class Engine:
         self.model_path: Path | None = None
         self.tokenizer: Tokenizer | None = None
         self.clocks: list[tuple[float, float]] = [(0.0, 0.0)]
+        self._aligned_s = 0.0  # when they were
         self.t_load_s = 0.0
         self.all_layers = 0  # of the model, on rank 0
         self._preflight = preflight
@@ -212,8 +213,6 @@ class Engine:
 
     def _build(self, on_load: Callable[[int, int], None] | None) -> None:
         """Make the KV partition or load the weights; what goes wrong on rank 0 ends all ranks in order."""
-        if self.world is not None:
-            self.clocks = self.world.align_clocks() or self.clocks
         problem: ConfigError | None = None
         try:
             self.setup = startup.tell_placement(self.world, self.setup, self._settle())
@@ -225,6 +224,8 @@ class Engine:
             problem = self.world.bcast(problem)
         if problem is not None:
             raise problem if self.is_s_rank else Dismissed()
+        if self.world is not None:  # not before loading, which may take minutes: clocks of hosts drift apart
+            self.clocks, self._aligned_s = self.world.align_clocks() or self.clocks, time.perf_counter()
 
     def _load(self, on_load: Callable[[int, int], None] | None) -> None:
         from fastdecode_hpc.s_part.build import build_s_part
@@ -432,7 +433,6 @@ class Engine:
         from fastdecode_hpc.transport.mpi_r_end import MpiREnd
 
         assert self.world is not None
-        self.world.align_clocks()
         return MpiREnd(self.world, self._wire_shape(), self._progress(), self._slow_links.get(self.rank))
 
     def _make_s_end(self) -> SEnd:
@@ -445,8 +445,7 @@ class Engine:
             return s_end
         from fastdecode_hpc.transport.mpi_s_end import MpiSEnd
 
-        self.clocks = self.world.align_clocks() or self.clocks  # those of hosts drift apart
-        return MpiSEnd(self.world, self._wire_shape(), self._progress(), self.clocks)
+        return MpiSEnd(self.world, self._wire_shape(), self._progress(), self.clocks, self._aligned_s)
 
     def _progress(self) -> Progress:
         from fastdecode_hpc.transport.mpi_progress import Progress

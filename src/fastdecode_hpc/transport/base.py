@@ -221,7 +221,7 @@ class SEnd(Protocol):
 
     @property
     def latencies(self) -> dict[int, float]:
-        """Seconds of a short message to each other rank, as the run begins."""
+        """Seconds of a short message to each other rank."""
 
     def layer_times(self, slot: int) -> tuple[list[float], list[float], list[float]]:
         """Times of each layer of the slot's last reported step: q, k, v posted, output asked for, output there.

@@ -71,16 +71,34 @@ class _KvSend:
 
 
 class MpiSEnd:
-    """The S-worker's end (`transport.base.SEnd`)."""
+    """The S-worker's end (`transport.base.SEnd`).
 
-    def __init__(self, world: World, shape: WireShape, progress: Progress, clocks: list[tuple[float, float]]) -> None:
+    Parameters
+    ----------
+    world : World
+    shape : WireShape
+    progress : Progress
+    clocks : list of (float, float)
+        Of `World.align_clocks`.
+    aligned_s : float
+        When that was, by `time.perf_counter`.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        shape: WireShape,
+        progress: Progress,
+        clocks: list[tuple[float, float]],
+        aligned_s: float,
+    ) -> None:
         self.size = world.size
         self.shape = shape
         self.progress = progress
         self._world = world
         self._control = world.control
         self._comms = Comms(world, shape)
-        self._clocks, self._aligned = clocks, time.perf_counter()
+        self._clocks, self._aligned_s = clocks, aligned_s
         self._slots: dict[int, _SSlot] = {}
         self._kv_sends: deque[_KvSend] = deque()
         self._kv_bytes = 0
@@ -196,7 +214,7 @@ class MpiSEnd:
             return TransportTimes()
         arrived = np.max([report.t_arrived for report in busy.values()], axis=0)
         posted = np.max([report.t_posted for report in busy.values()], axis=0)
-        age = time.perf_counter() - self._aligned
+        age = time.perf_counter() - self._aligned_s
         out, asked, back = np.array(state.t_posted), np.array(state.t_asked), np.array(state.t_back)
         return TransportTimes(
             _overlap(out, arrived) + _overlap(posted, back),
