@@ -118,7 +118,7 @@ class MadeUpRun:
                 "output_tokens": (output, "tokens"),
                 "decode_tokens_per_s": (output / max(run_s, 1e-9), "tokens/s"),
             }
-            writer.finish(summary, {self.owners[0]: 0.5})
+            writer.finish(summary, {self.owners[0]: {"kv_huge_pages": 0.5}})
         if predicts:
             columns = {name: np.array([row[name] for row in predictions]) for name in PREDICTED_UNITS}
             write_predictions(path, columns, "nobody")

@@ -207,8 +207,15 @@ class RunConfig:
     )
     r_worker_weights: str = _option(
         "auto",
-        "share of the load of each R-worker: auto (by measured speed), equal, or a number for each, e.g. 1,1,0.5",
+        "share of the load of each R-worker: auto (by measured speed of attention and link), equal, or a number "
+        "for each, e.g. 1,1,0.5",
         metavar="SHARES",
+    )
+    profile: str | None = _option(
+        None,
+        "r_worker_weights auto: file of fastdecode calibrate on these ranks, whose figures count until the run has "
+        "measured its own; default: equal shares until then",
+        metavar="FILE",
     )
     block_size: int = _option(32, "tokens in one block of the KV cache")
     kv_memory_bytes: int | None = _option(
@@ -256,6 +263,11 @@ class RunConfig:
             check_at_least(name, getattr(self, name), 1)
         if self.r_worker_weights not in WEIGHT_WORDS:
             parse_weights(self.r_worker_weights)
+        if self.profile is not None and self.r_worker_weights != "auto":
+            raise ConfigError(
+                f"profile is {show(self.profile)}, which r_worker_weights auto starts with; it is "
+                f"{self.r_worker_weights}: leave one of the two out"
+            )
         for name in ("start_interval", "load_limit"):
             if getattr(self, name) is not None and self.schedule != "load-stabilizing":
                 raise ConfigError(f"{name} is of the load-stabilizing schedule; the schedule is {self.schedule}")

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -37,12 +37,14 @@ if TYPE_CHECKING:
     from fastdecode_hpc.r_part.worker import RWorker
     from fastdecode_hpc.s_part.model import SPart
     from fastdecode_hpc.schedule.row_tiles import TileSizes
+    from fastdecode_hpc.schedule.worker_costs import WorkerCost
     from fastdecode_hpc.tokenizer import Tokenizer
     from fastdecode_hpc.transport.base import REnd, SEnd
     from fastdecode_hpc.transport.mpi import World
     from fastdecode_hpc.transport.mpi_comms import WireShape
     from fastdecode_hpc.transport.mpi_progress import Progress
     from fastdecode_hpc.transport.mpi_r_end import MpiREnd
+    from fastdecode_hpc.transport.slow_link import SlowLink
 
 
 def connect(run: RunConfig) -> World | None:
@@ -113,6 +115,8 @@ class Engine:
         Use this one's weights: of the same model, types, device and threads.
     on_load : callable, optional
         Called with bytes of weights in place and their total.
+    slow_links : mapping of int to SlowLink, optional
+        For measurements and tests: let the links of these R-workers, by rank, be slower than they are.
 
     Raises
     ------
@@ -132,6 +136,7 @@ class Engine:
         given_kv: bool = False,
         weights_of: Engine | None = None,
         on_load: Callable[[int, int], None] | None = None,
+        slow_links: Mapping[int, SlowLink] | None = None,
     ) -> None:
         self.run_config = run if run is not None else RunConfig()
         self.world = world if world is not None else connect(self.run_config)
@@ -141,10 +146,13 @@ class Engine:
         self.model_path: Path | None = None
         self.tokenizer: Tokenizer | None = None
         self.clocks: list[tuple[float, float]] = [(0.0, 0.0)]
+        self._aligned_s = 0.0  # when they were
         self.t_load_s = 0.0
         self.all_layers = 0  # of the model, on rank 0
         self._preflight = preflight
         self._given_kv = given_kv
+        self._slow_links = slow_links or {}
+        self._start_costs: dict[int, WorkerCost] = {}  # on rank 0
         self._s_part: SPart | None = None if weights_of is None else weights_of._s_part
         self.setup = startup.agree(self.run_config, self.world, detect(), isas=_available_isas, decide=self._decide)
         self._build(on_load)
@@ -185,7 +193,12 @@ class Engine:
         host.undo_openmp_binding()  # for the threads that torch and CUDA start later
         model = self._cut(read_model_config(self.model_path))
         on_host = weights_on_host(run, model, choose_device(run.device).type)
-        return decide_setup(run, model, hellos, weights_bytes=on_host)
+        setup = decide_setup(run, model, hellos, weights_bytes=on_host)
+        if run.profile is not None:
+            from fastdecode_hpc.planner.start import start_costs
+
+            self._start_costs = start_costs(run, model, setup.owners)
+        return setup
 
     def _cut(self, model: ModelConfig) -> ModelConfig:
         """The model, or as many of its first layers as the options ask for."""
@@ -200,8 +213,6 @@ class Engine:
 
     def _build(self, on_load: Callable[[int, int], None] | None) -> None:
         """Make the KV partition or load the weights; what goes wrong on rank 0 ends all ranks in order."""
-        if self.world is not None:
-            self.clocks = self.world.align_clocks() or self.clocks
         problem: ConfigError | None = None
         try:
             self.setup = startup.tell_placement(self.world, self.setup, self._settle())
@@ -215,6 +226,8 @@ class Engine:
             raise problem if self.is_s_rank else Dismissed()
         if self.setup.model.attention_sinks:
             self._share_sinks()
+        if self.world is not None:  # not before loading, which may take minutes: clocks of hosts drift apart
+            self.clocks, self._aligned_s = self.world.align_clocks() or self.clocks, time.perf_counter()
 
     def _share_sinks(self) -> None:
         """Give the kernels what weights the attention has; collective."""
@@ -365,6 +378,7 @@ class Engine:
                 hooks,
                 self.stop_requested,
                 given_kv=self._given_kv,
+                start_costs=self._start_costs,
             )
             stats = run.run(requests, self._make_s_end())
             stats.kv_huge_pages = self._huge_page_shares()
@@ -430,7 +444,7 @@ class Engine:
         from fastdecode_hpc.transport.mpi_r_end import MpiREnd
 
         assert self.world is not None
-        return MpiREnd(self.world, self._wire_shape(), self._progress())
+        return MpiREnd(self.world, self._wire_shape(), self._progress(), self._slow_links.get(self.rank))
 
     def _make_s_end(self) -> SEnd:
         """The S-worker's end of a new run; in one process with an R-worker behind it."""
@@ -442,7 +456,7 @@ class Engine:
             return s_end
         from fastdecode_hpc.transport.mpi_s_end import MpiSEnd
 
-        return MpiSEnd(self.world, self._wire_shape(), self._progress(), self.clocks)
+        return MpiSEnd(self.world, self._wire_shape(), self._progress(), self.clocks, self._aligned_s)
 
     def _progress(self) -> Progress:
         from fastdecode_hpc.transport.mpi_progress import Progress

@@ -163,7 +163,7 @@ class Job:
             notes=run_notes(self.engine),
         ) as self._report:
             stats = self._run_requests(self._report.add_step)
-            self._report.finish(stats.summary(self.engine.t_load_s), stats.kv_huge_pages)
+            self._report.finish(stats.summary(self.engine.t_load_s), stats.of_ranks())
         return stats
 
     def _run_requests(self, on_step: Any) -> RunStats:
@@ -257,6 +257,7 @@ class Job:
             remaining_requests=num_left,
             parked_requests=len(self._parked),
             errors_by_code=dict(self._writer.errors.most_common()),
+            shares=stats.shares.describe() if stats.shares is not None else "",
             **figures,
         )
         logger.info("%s", format_status(status, self.files.output, self.files.report))

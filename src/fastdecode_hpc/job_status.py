@@ -19,7 +19,7 @@ STATE_OF_EXIT = {
 
 
 def format_status(status: Mapping[str, Any], output: Path, report: Path | None) -> str:
-    """A summary of a job that ended in order, for people; at most seven lines."""
+    """A summary of a job that ended in order, for people; at most eight lines."""
     reason = f" ({status['reason']})" if status["reason"] else ""
     answered = status["num_requests"] + status["resumed_records"]
     errors = status["num_errors"] + status["resumed_errors"]
@@ -33,6 +33,8 @@ def format_status(status: Mapping[str, Any], output: Path, report: Path | None) 
         f"prefill {status['prefill_tokens_per_s']:.1f} tok/s",
         f"  output    {output}" + (f", report {report}" if report else ""),
     ]
+    if status["shares"]:
+        lines.append(f"  shares    {status['shares']}")
     if status["errors_by_code"]:
         lines.insert(2, "  errors    " + ", ".join(f"{code} {n}" for code, n in status["errors_by_code"].items()))
     if status["remaining_requests"]:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from fastdecode_hpc.sequence import Choice, Request, TokenLogprob
 from fastdecode_hpc.timing import StepTimes
+
+if TYPE_CHECKING:
+    from fastdecode_hpc.schedule.shares import Shares
 
 
 @dataclass(slots=True)
@@ -68,7 +72,18 @@ class RunStats:
     t_run_s: float = 0.0
     num_saturated: int = 0
     stopped: bool = False
+    shares: Shares | None = None  # of the R-workers, as they were at the end
     kv_huge_pages: dict[int, float] = field(default_factory=dict)  # by R-worker: share of its KV memory in use
+
+    def of_ranks(self) -> dict[int, dict[str, Any]]:
+        """What is to be told of each R-worker as a whole, by name."""
+        found: dict[int, dict[str, Any]] = {rank: {"kv_huge_pages": x} for rank, x in self.kv_huge_pages.items()}
+        if self.shares is not None:
+            for rank, share in self.shares.ideal().items():
+                cost = asdict(self.shares.costs[rank]) if self.shares.has_seconds else {}
+                told = {"wanted_share": share, "shares_from": self.shares.source, **cost}
+                found[rank] = found.get(rank, {}) | told
+        return found
 
     def summary(self, load_s: float) -> dict[str, tuple[float, str]]:
         """Figures by name, each with its unit."""

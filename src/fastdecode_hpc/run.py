@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from fastdecode_hpc.config import RunConfig
 from fastdecode_hpc.intake import Accepted, Intake, RequestFailure
@@ -16,12 +17,17 @@ from fastdecode_hpc.s_part.worker import SWorker
 from fastdecode_hpc.schedule.placement import Placement
 from fastdecode_hpc.schedule.prompts import GivenPrompts, PromptQueue
 from fastdecode_hpc.schedule.scheduler import make_scheduler
-from fastdecode_hpc.schedule.speeds import WorkerSpeeds, fixed_weights
+from fastdecode_hpc.schedule.shares import Shares
+from fastdecode_hpc.schedule.worker_costs import WorkerCost
 from fastdecode_hpc.sequence import Choice, Request, Sequence
 from fastdecode_hpc.setup import Setup
 from fastdecode_hpc.timing import StepTimes
 from fastdecode_hpc.tokenizer import TextStream, Tokenizer
 from fastdecode_hpc.transport.base import SEnd
+
+logger = logging.getLogger(__name__)
+
+TELL_STEPS = 64  # between two looks at whether there is something to be told of the shares
 
 
 class Run:
@@ -39,6 +45,8 @@ class Run:
         Whether this process has been asked to end early.
     given_kv : bool
         Compute no prompts (`GivenKV`).
+    start_costs : mapping of int to WorkerCost, optional
+        What R-workers are expected to take, until that has been measured.
     """
 
     def __init__(
@@ -51,19 +59,19 @@ class Run:
         stop_requested: Callable[[], bool],
         *,
         given_kv: bool = False,
+        start_costs: Mapping[int, WorkerCost] | None = None,
     ) -> None:
-        self.given_kv = given_kv
+        self.given_kv, self._start_costs = given_kv, start_costs
         self.setup, self.config, self.s_part = setup, config, s_part
         self.tokenizer, self.hooks, self.stop_requested = tokenizer, hooks, stop_requested
         self.stats = RunStats()
+        self._told_shares = False
         self._accepted: dict[int, Accepted] = {}  # by seq_id, until the sequence has ended
         self._streams: dict[int, TextStream] = {}  # by seq_id, where there are stop strings
         self._placement = Placement(
             setup.layout,
             {rank: setup.ranks[rank].num_blocks for rank in setup.owners},
-            weights=fixed_weights(config.r_worker_weights, setup.owners),
         )
-        self._speeds = WorkerSpeeds(setup.owners)
         self._intake = Intake(
             tokenizer,
             self._placement,
@@ -77,6 +85,8 @@ class Run:
     def run(self, requests: Iterator[Request], transport: SEnd) -> RunStats:
         """Run all requests, over a transport that is closed at the end."""
         started = time.perf_counter()
+        self._shares = self._make_shares(transport.latencies)
+        self._placement.costs = self._shares.costs
         graphs = self.config.cuda_graphs if self.s_part.can_be_recorded else "off"
         device = make_device(self.s_part.device, cuda_graphs=graphs)
         cast = WireCast(self.config.wire_dtype, self.s_part.device)
@@ -86,7 +96,20 @@ class Run:
         self.stats.t_run_s = time.perf_counter() - started
         self.stats.num_saturated = cast.num_saturated
         self.stats.stopped = worker.stopping
+        self.stats.shares = self._shares
         return self.stats
+
+    def _make_shares(self, latencies: Mapping[int, float]) -> Shares:
+        model = self.setup.model
+        return Shares(
+            self.config.r_worker_weights,
+            self.setup.owners,
+            num_layers=model.num_layers,
+            back_ratio=model.q_size / model.qkv_size,
+            start=self._start_costs,
+            latencies=latencies,
+            num_rows=self.config.max_batch_size / self.config.num_slots,
+        )
 
     def _make_worker(self, requests: Iterator[Request], device: Device, transport: SEnd, cast: WireCast) -> SWorker:
         prefill = self._make_prefill(device, transport, cast)
@@ -196,8 +219,13 @@ class Run:
 
     def _on_step(self, times: StepTimes) -> None:
         self.stats.t_prefill_s += times.t_prefill
-        if self.config.r_worker_weights == "auto":
-            for rank, of_rank in times.ranks.items():
-                self._speeds.add(rank, of_rank.load_tokens, of_rank.t_r_part)
-            self._placement.weights = self._speeds.weights()
+        self._shares.observe(times)
+        self._placement.costs = self._shares.costs
+        self._tell_shares(times.step)
         self.hooks.on_step(times)
+
+    def _tell_shares(self, step: int) -> None:
+        """Say once that R-workers will get unequal shares, as soon as that is so."""
+        if not self._told_shares and step % TELL_STEPS == 0 and (text := self._shares.describe()):
+            self._told_shares = True
+            logger.info("shares of the load: %s", text)

@@ -10,7 +10,7 @@ from fastdecode_hpc.host import HostInfo, format_bytes, format_cores
 from fastdecode_hpc.launch import Launch
 from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.schedule.kv_layout import KVLayout, make_layout
-from fastdecode_hpc.schedule.speeds import fixed_weights
+from fastdecode_hpc.schedule.worker_costs import told_costs
 
 ISAS_BEST_FIRST = ("avx512bf16", "avx512", "avx2", "neon", "scalar")
 KV_SHARE = 0.85  # of the memory that is left, for KV; the rest is for buffers, Python and surprises
@@ -127,7 +127,7 @@ def decide_setup(run: RunConfig, model: ModelConfig, hellos: list[Hello], *, wei
             "--pin-threads needs R-workers of their own, and this is one process; start at least 2 ranks, "
             "or leave it out"
         )
-    fixed_weights(run.r_worker_weights, tuple(range(1, len(hellos))) or (0,))
+    told_costs(run.r_worker_weights, tuple(range(1, len(hellos))) or (0,))
     layout = make_layout(model, block_size=run.block_size, kv_dtype=run.kv_dtype)
     max_context_len = choose_max_context_len(run, model)
     _check_buffers(run, model, hellos[0])

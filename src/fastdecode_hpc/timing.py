@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -44,6 +45,8 @@ class RankTimes:
     free_blocks: int
     load_tokens: int  # read in this step, averaged over layers
     t_turn: float = 0.0  # of t_r_part: taking the plan, making the step's work list
+    num_rows: int = 0
+    t_link: float = math.nan  # that q, k, v of a layer were on their way, where the worker had nothing else to do
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,7 @@ class StepTimes:
     t_end: float = 0.0
     ranks: dict[int, RankTimes] = field(default_factory=dict)
     rank_loads: dict[int, int] = field(default_factory=dict)  # load of each R-worker
+    rank_rows: dict[int, int] = field(default_factory=dict)
     stages: StageTimes | None = None  # large: to be dropped by who keeps the steps of a run
 
     @property

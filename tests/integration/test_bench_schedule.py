@@ -35,6 +35,7 @@ def test_mistakes_are_told_before_ranks_start(tmp_path: Path) -> None:
         (["--plot", "picture.nope"], "png"),
         (["--plot", "picture.png", "--cases", "balanced"], "greedy-equal-2"),
         (["--batch", "1"], "at least 2"),
+        (["--cases", "slow-link", "--ranks", "2"], "must be 3 or more"),
         (["--empty-stages", "--cases", "balanced"], "leave out --cases"),
         (["--empty-stages", "--plot", "picture.png"], "leave out --cases"),
     ):
@@ -62,6 +63,18 @@ def test_generations_are_measured_under_both_schedules(tmp_path: Path) -> None:
         assert level[figure] > 0
         assert figure not in rows["load-stabilizing-ragged-1"]  # greedy with one slot was not asked for
     assert plot.stat().st_size > 10_000
+
+
+def test_a_slow_link_is_measured_with_shares_both_ways(tmp_path: Path) -> None:
+    model, output = make_checkpoint(tmp_path / "model", "llama"), tmp_path / "figures.json"
+    command = ["bench", "schedule", "--model", str(model), "--batch", "12", "--threads", "1", "--ranks", "3"]
+    done = run_limited([*FASTDECODE, *command, "--cases", "slow-link", "--json", str(output)], timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (row,) = json.loads(output.read_text())["cases"]
+    assert (row["num_workers"], row["slower"]) == (2, 5)
+    assert min(row["speedup_over_equal"], row["tokens_per_s_equal"], row["tokens_per_s_auto"]) > 0
+    assert 0 <= row["share_of_slow"] < 1
+    assert "slow-link: 12 at once, link of R-worker 2 5 times slower: equal shares" in done.stdout
 
 
 def test_a_long_prompt_is_computed_beside_decode(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from fastdecode_hpc.config import RunConfig
 from fastdecode_hpc.engine import Engine
 from fastdecode_hpc.planner.profile import load_profile
 from fastdecode_hpc.sequence import Request, SamplingParams
-from launching import fastdecode
-from tiny_models import make_checkpoint
+from launching import fastdecode, write_requests
+from tiny_models import make_checkpoint, random_prompt
 
 SMALL = ["--batch-sizes", "4,8", "--contexts", "64,128", "--kv-dtypes", "fp16,int8", "--prompts", "1x16,2x32,1x64",
          "--rounds", "3", "--steps", "4", "--threads", "1"]  # fmt: skip
@@ -44,6 +44,16 @@ def test_a_measured_profile_can_be_planned_with(checkpoint, tmp_path, ranks):
     )  # fmt: skip
     assert simulated.returncode == 0, simulated.stderr
     assert json.loads((tmp_path / "sim.json").read_text())["figures"]["output_tokens"] == 32 * 30
+    lines = write_requests(tmp_path / "in.jsonl", [{"prompt": random_prompt(5, seed=i)} for i in range(6)])
+    for count in (ranks, 2):  # a run begins with the shares of a profile of as many R-workers
+        options = ["--ranks", count, "--threads", 1, "--max-new-tokens", 4, "--kv-memory-bytes", "2M", "--overwrite"]
+        done = fastdecode(
+            "generate", "--model", checkpoint, "--profile", path, "--input", lines, "--output", tmp_path / "out.jsonl",
+            *options,
+        )  # fmt: skip
+        assert done.returncode == (0 if count == ranks or ranks == 1 else 2), done.stderr
+    if ranks > 1:
+        assert "2 R-workers, and this job has 1; calibrate with as many ranks" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,8 @@ def test_steps_are_those_of_the_real_run(tmp_path: Path, ranks: int, kind: str) 
     assert done.returncode == 0, done.stderr[-3000:]
     model = read_model_shape(checkpoint)
     for options, real in zip(CONFIGS, json.loads(files[2].read_text()), strict=True):
-        run = Simulation(load_profile("a10-epyc7452"), model, RunConfig(**options), num_workers=max(1, ranks - 1))
+        config = RunConfig(r_worker_weights="equal", **options)
+        run = Simulation(load_profile("a10-epyc7452"), model, config, num_workers=max(1, ranks - 1))
         simulated = run.run(Lengths(*entry) for entry in lengths)
         steps = [
             [s.step, s.slot, s.num_rows, s.load_tokens, s.prefill_tokens, list(s.rank_loads.values())]

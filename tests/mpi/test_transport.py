@@ -31,7 +31,7 @@ def make_ends(world, num_slots: int, dtype=np.float32, *, wait: str = "sleep", u
     shape = WireShape(NUM_LAYERS, num_slots, 12, QKV_SIZE, Q_SIZE, KV_SIZE, dtype)
     progress = Progress(world.control, wait=wait, use_thread=use_thread)
     if world.is_s_rank:
-        return MpiSEnd(world, shape, progress, world.align_clocks())
+        return MpiSEnd(world, shape, progress, world.align_clocks(), time.perf_counter())
     world.align_clocks()
     return MpiREnd(world, shape, progress)
 

@@ -37,7 +37,7 @@ def test_plan_round_trip(kind, step, seq_ids, new, finished, segments) -> None:
 
 def test_report_round_trip() -> None:
     times = np.arange(6.0)
-    report = StepReport(0.25, 0.125, 0.5, 77, True, times - 10, times, times + 100)
+    report = StepReport(0.25, 0.125, 0.5, 77, True, times - 10, times, times + 100, times - 20)
     words = np.zeros(report_words(6))
     report.encode(words)
     back = decode_report(words)
@@ -45,3 +45,4 @@ def test_report_round_trip() -> None:
     assert back.t_asked.tolist() == (times - 10).tolist()
     assert back.t_arrived.tolist() == times.tolist()
     assert back.t_posted.tolist() == (times + 100).tolist()
+    assert back.t_before.tolist() == (times - 20).tolist()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.schedule.kv_layout import RECENT_WINDOW, KVLayout, LayerGroup, make_layout
 from fastdecode_hpc.schedule.placement import Placement, row_counts
+from fastdecode_hpc.schedule.worker_costs import WorkerCost
 from fastdecode_hpc.sequence import SamplingParams, Sequence
 
 MODEL = ModelConfig(100, 64, 96, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16, max_context_len=512)
@@ -113,11 +114,14 @@ def test_worst_case_of_a_window_covers_every_position(num_tokens: int, window: i
 )
 @settings(max_examples=150)
 def test_every_sequence_has_one_owner_and_no_worker_promises_more_than_it_has(lengths, capacities, random) -> None:
+    """Whatever tokens and rows cost, and also when that changes."""
     capacity = {rank + 1: (blocks,) for rank, blocks in enumerate(capacities)}
     placement = Placement(layout(), capacity)
     held: dict[int, Sequence] = {}
     for seq_id, length in enumerate(lengths):
         seq = make_seq(seq_id, length)
+        if random.random() < 0.3:
+            placement.costs = {rank: WorkerCost(*(random.random() for _ in range(3))) for rank in capacity}
         if placement.place(seq, seq_id) is None:
             need = placement.layout.worst_case(length)[0]
             assert all(placement.free_blocks(rank)[0] < need for rank in capacity)
@@ -135,9 +139,33 @@ def test_every_sequence_has_one_owner_and_no_worker_promises_more_than_it_has(le
 def test_load_goes_to_the_least_loaded_worker_and_follows_weights() -> None:
     placement = Placement(layout(), {1: (1000,), 2: (1000,)})
     assert [placement.place(make_seq(i, 8), 0) for i in range(4)] == [1, 2, 1, 2]
-    weighted = Placement(layout(), {1: (1000,), 2: (1000,)}, weights={2: 3.0})
+    weighted = Placement(layout(), {1: (1000,), 2: (1000,)}, {1: WorkerCost(3.0), 2: WorkerCost(1.0)})
     owners = Counter(weighted.place(make_seq(i, 8), 0) for i in range(40))
     assert owners == {1: 10, 2: 30}
+
+
+def test_rows_cost_what_their_link_takes() -> None:
+    """With links alone: 5 rows to each of the fast ones for 1 row to the slow one, whatever their lengths."""
+    costs = {1: WorkerCost(0.0, 1.0), 2: WorkerCost(0.0, 1.0), 3: WorkerCost(0.0, 5.0)}
+    placement = Placement(layout(), dict.fromkeys(costs, (10000,)), costs)
+    owners = Counter(placement.place(make_seq(i, 100), 0) for i in range(110))
+    assert owners == {1: 50, 2: 50, 3: 10}
+
+
+def test_latency_costs_once_however_many_rows() -> None:
+    costs = {1: WorkerCost(0.0, 1.0), 2: WorkerCost(0.0, 1.0, 20.0)}
+    placement = Placement(layout(), dict.fromkeys(costs, (10000,)), costs)
+    owners = Counter(placement.place(make_seq(i, 100), 0) for i in range(60))
+    assert owners == {1: 40, 2: 20}
+
+
+@given(st.lists(st.integers(4, 120), max_size=60), st.integers(1, 5), st.floats(1e-9, 1e9))
+def test_equal_costs_are_no_costs(lengths: list[int], num_workers: int, token_s: float) -> None:
+    capacity = dict.fromkeys(range(1, num_workers + 1), (10000,))
+    alike = Placement(layout(), capacity, dict.fromkeys(capacity, WorkerCost(token_s)))
+    without = Placement(layout(), capacity)
+    for step, length in enumerate(lengths):
+        assert alike.place(make_seq(step, length), step) == without.place(make_seq(step, length), step)
 
 
 def test_a_long_sequence_outweighs_several_short_ones() -> None:

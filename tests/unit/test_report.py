@@ -248,7 +248,7 @@ def write(path: Path, num_steps: int = 3) -> None:
         for number in range(num_steps):
             report.add_step(step(number))
         report.add_request(request_row(0))
-        report.finish({"run_time": (12.5, "s")}, {1: 0.5})
+        report.finish({"run_time": (12.5, "s")}, {1: {"kv_huge_pages": 0.5}})
 
 
 def check_fallback(path: Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import math
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import h5py
@@ -16,9 +18,10 @@ import pytest
 
 from fastdecode_hpc.cli import run_command
 from fastdecode_hpc.config import ConfigError
-from fastdecode_hpc.report.figures import Bins, busiest_group, rank_shares, whole_steps
+from fastdecode_hpc.report.figures import Bins, busiest_group, rank_loads, rank_shares, whole_steps
 from fastdecode_hpc.report.reader import open_report
 from fastdecode_hpc.report.text import format_report
+from fastdecode_hpc.report.writer import ReportWriter
 from report_files import MadeUpRun, as_version_1, request_row
 
 
@@ -143,6 +146,40 @@ def test_steps_are_added_over_slots(path: Path) -> None:
     assert [one.rank for one in shares] == [0, 1, 2]
     assert group is not None and group.steps[1] - group.steps[0] == 3
     assert min(columns["t_start"].min() for columns in group.by_rank.values()) == 0.0
+
+
+def test_shares_are_shown_with_what_they_come_from(tmp_path: Path) -> None:
+    path = tmp_path / "shares.h5"
+    run = MadeUpRun(num_steps=4, num_ranks=4)
+    told = {
+        rank: {"wanted_share": share, "shares_from": "measured", "token_s": 1e-6, "row_s": row_s, "step_s": 0.0}
+        for rank, share, row_s in ((1, 0.45, 1e-4), (2, 0.45, 1e-4), (3, 0.1, 5e-4))
+    }
+    with ReportWriter(path, run.attributes(), run.owners) as writer:
+        loads: Counter[int] = Counter()
+        for times in run.steps():
+            times.ranks = {rank: dataclasses.replace(one, num_rows=4 - rank) for rank, one in times.ranks.items()}
+            loads.update({rank: one.load_tokens for rank, one in times.ranks.items()})
+            writer.add_step(times)
+        writer.finish({}, told)
+    with open_report(path) as report:
+        found = rank_loads(report)
+    assert [one.load for one in found] == pytest.approx([loads[rank] / loads.total() for rank in run.owners])
+    assert [one.rows for one in found] == pytest.approx([3 / 6, 2 / 6, 1 / 6])
+    assert [(one.wanted, one.attention, one.link) for one in found] == [
+        (0.45, 1.0, 1.0), (0.45, 1.0, 1.0), (0.1, 1.0, pytest.approx(5.0))
+    ]  # fmt: skip
+    shown = format_report(path)
+    assert "shares of the R-workers (%; wanted: measured; attention, link: times the fastest's)" in shown
+    (_, line) = [line.split() for line in shown.splitlines() if line.startswith("  3  ")]  # the other: where time went
+    assert line[-3:] == ["10.0", "1.0", "5.0"]
+
+
+def test_shares_of_a_report_that_does_not_tell_them_are_left_open(path: Path) -> None:
+    with open_report(path) as report:
+        found = rank_loads(report)
+    assert sum(one.load for one in found) == pytest.approx(1)
+    assert all(math.isnan(one.wanted) and math.isnan(one.link) for one in found)
 
 
 def test_empty_reports_can_be_read(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 OVERLAP_MODEL, LIVES_MODEL = "benchmarks/configs/wide-attention", "benchmarks/configs/short-lives"
 OVERLAP_BATCH, LIVES_BATCH = 256, 64
+LINK_RANKS = 3
 LIVES_KV_DTYPE = "fp32"  # twice the bytes a token: attention is as long as the S-Part at half the context
 
 
@@ -38,7 +39,9 @@ def add_arguments(benches: Any) -> None:
         help=f"as of generate; only its shape counts (default: {OVERLAP_MODEL}, of whole generations {LIVES_MODEL})",
     )  # fmt: skip
     parser.add_argument("--ranks", type=int, metavar="N", help="outside a launcher: processes to start (default: 2)")
-    parser.add_argument("--cases", type=split_names, default=[], metavar="NAME,...", help="only these (default: all)")
+    parser.add_argument(
+        "--cases", type=split_names, default=[], metavar="NAME,...", help="only these (default: all but slow-link)"
+    )
     parser.add_argument(
         "--batch", type=int, metavar="N",
         help=f"sequences in decode (default: {OVERLAP_BATCH}, of whole generations {LIVES_BATCH})",
@@ -64,6 +67,7 @@ def run_schedule(args: argparse.Namespace, argv: Sequence[str]) -> int:
     _check(args)
     if detect().kind == "none":
         _check_files(args)
+        _check_ranks(args, args.ranks or 2)
     if args.empty_stages:
         from fastdecode_hpc.bench.empty_stages import measure_empty_stages
 
@@ -78,6 +82,7 @@ def run_schedule(args: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
+    from fastdecode_hpc.bench.schedule_link import SLOW_LINK
     from fastdecode_hpc.bench.schedule_lives import LIVES
     from fastdecode_hpc.bench.schedule_overlap import OVERLAP
     from fastdecode_hpc.bench.schedule_prefill import PREFILL
@@ -89,7 +94,7 @@ def _check(args: argparse.Namespace) -> None:
             check_at_least(name, getattr(args, name), low)
     if args.empty_stages and (args.cases or args.plot):
         raise ConfigError("--empty-stages measures the loop alone; leave out --cases and --plot")
-    known = (*OVERLAP, PREFILL, *LIVES)
+    known = (*OVERLAP, PREFILL, *LIVES, SLOW_LINK)
     for name in args.cases:
         if name not in known:
             raise ConfigError(f"--cases has {name!r}; there are {', '.join(known)}")
@@ -99,6 +104,15 @@ def _check(args: argparse.Namespace) -> None:
         check_plot(args.plot)
         if args.cases and not set(args.cases) & set(LIVES):
             raise ConfigError(f"--plot draws whole generations; --cases must have one of {', '.join(LIVES)}")
+
+
+def _check_ranks(args: argparse.Namespace, ranks: int) -> None:
+    from fastdecode_hpc.bench.schedule_link import SLOW_LINK
+
+    if SLOW_LINK in args.cases and ranks < LINK_RANKS:
+        raise ConfigError(
+            f"{SLOW_LINK} compares the links of R-workers; --ranks is {ranks} and must be {LINK_RANKS} or more"
+        )
 
 
 def _check_files(args: argparse.Namespace) -> None:
@@ -129,6 +143,7 @@ def _run_rank(args: argparse.Namespace, world: World | None) -> int:
         return 0
     try:  # from here on rank 0 is alone with its mistakes, and lets the others go
         _check_files(args)
+        _check_ranks(args, 1 if world is None else world.size)
     except ConfigError:
         session.end()
         raise
@@ -140,6 +155,7 @@ def _run_rank(args: argparse.Namespace, world: World | None) -> int:
 
 def _measure(args: argparse.Namespace, session: ScheduleSession) -> list[Figures]:
     """The chosen cases, group by group."""
+    from fastdecode_hpc.bench.schedule_link import SLOW_LINK, SlowLinkCase
     from fastdecode_hpc.bench.schedule_lives import LIVES, LivesCases
     from fastdecode_hpc.bench.schedule_overlap import OVERLAP, OverlapCases
     from fastdecode_hpc.bench.schedule_prefill import PREFILL, PrefillCase
@@ -158,6 +174,8 @@ def _measure(args: argparse.Namespace, session: ScheduleSession) -> list[Figures
             from fastdecode_hpc.bench.schedule_plot import plot_lives
 
             plot_lives(lives.recordings, args.plot)
+    if SLOW_LINK in args.cases:
+        rows.append(SlowLinkCase(session, overlap, rounds=args.rounds).measure())
     return rows
 
 

@@ -11,10 +11,12 @@ from fastdecode_hpc.bench.schedule_figures import Window, full_steps
 from fastdecode_hpc.config import ConfigError, RunConfig
 from fastdecode_hpc.engine import Engine
 from fastdecode_hpc.host import format_bytes
+from fastdecode_hpc.planner.costs import wire_row_bytes
 from fastdecode_hpc.results import Completion, Hooks
 from fastdecode_hpc.schedule.kv_layout import make_layout
 from fastdecode_hpc.sequence import Request, SamplingParams
 from fastdecode_hpc.timing import StepTimes
+from fastdecode_hpc.transport.slow_link import SlowLink
 
 if TYPE_CHECKING:
     from fastdecode_hpc.transport.mpi import World
@@ -31,6 +33,7 @@ NOT_OF_S_PART = (
 )  # fmt: skip
 
 Lengths = tuple[int, int]  # tokens of a prompt, and of its output
+SlowLinks = tuple[tuple[int, SlowLink], ...]  # ranks, and what their links are made
 
 
 @dataclass(slots=True)
@@ -86,7 +89,7 @@ class ScheduleSession:
 
     def __init__(self, world: World | None, max_batch_size: int | None = None) -> None:
         self.world, self.max_batch_size = world, max_batch_size
-        self._engines: dict[tuple[RunConfig, bool], Engine] = {}
+        self._engines: dict[tuple[RunConfig, bool, SlowLinks], Engine] = {}
 
     def first_engine(self, run: RunConfig) -> Engine:
         """The engine of these options, for what they decide; all ranks call this together."""
@@ -128,7 +131,13 @@ class ScheduleSession:
             self.world.bcast(None)
 
     def decode(
-        self, run: RunConfig, lengths: Sequence[Lengths], *, given_kv: bool = True, keep_stages: bool = False
+        self,
+        run: RunConfig,
+        lengths: Sequence[Lengths],
+        *,
+        given_kv: bool = True,
+        keep_stages: bool = False,
+        slow_links: SlowLinks = (),
     ) -> Recording:
         """Run sequences of these lengths, all of which are there from the start.
 
@@ -138,10 +147,12 @@ class ScheduleSession:
             Compute no prompts.
         keep_stages : bool
             Keep the times of each stage, of a short run.
+        slow_links : tuple of (int, SlowLink)
+            R-workers whose links are to be slower than they are.
         """
         if self.world is not None:
-            self.world.bcast((run, given_kv))
-        engine = self._engine(run, given_kv)
+            self.world.bcast((run, given_kv, slow_links))
+        engine = self._engine(run, given_kv, slow_links)
         recording = Recording(engine.setup.model.num_layers, run.num_slots, keeps_stages=keep_stages)
         requests = (
             Request(index, None, [1] * prompt_len, params=SamplingParams(max_new_tokens=new, ignore_eos=True))
@@ -186,21 +197,29 @@ class ScheduleSession:
         """R-workers, of a run that has been made."""
         return len(self._engine(run, given_kv=True).setup.owners)
 
+    def row_bytes(self, run: RunConfig) -> int:
+        """Bytes of q, k, v and o of a row in a layer, of a run that has been made."""
+        return wire_row_bytes(self._engine(run, given_kv=True).setup.model, run.wire_dtype)
+
     def rank_lines(self) -> list[str]:
         """Where the ranks run."""
         engine = next(iter(self._engines.values()))
         return [rank.line for rank in engine.setup.ranks]
 
-    def _engine(self, run: RunConfig, given_kv: bool) -> Engine:
-        """The engine of these options, whatever the schedule; all ranks make it together."""
-        run = dataclasses.replace(run, schedule="greedy", start_interval=None, load_limit=None)
+    def _engine(self, run: RunConfig, given_kv: bool, slow_links: SlowLinks = ()) -> Engine:
+        """The engine of these options, whatever schedule and shares; all ranks make it together."""
+        run = dataclasses.replace(
+            run, schedule="greedy", start_interval=None, load_limit=None, r_worker_weights="equal", profile=None
+        )
         if self.max_batch_size is not None:
             run = dataclasses.replace(run, max_batch_size=self.max_batch_size)
-        if (run, given_kv) not in self._engines:
+        key = run, given_kv, slow_links
+        if key not in self._engines:
             same = (engine for other, engine in self._engines.items() if _same_s_part(other[0], run))
-            engine = Engine(run, world=self.world, given_kv=given_kv, weights_of=next(same, None))
-            self._engines[run, given_kv] = engine
-        return self._engines[run, given_kv]
+            self._engines[key] = Engine(
+                run, world=self.world, given_kv=given_kv, weights_of=next(same, None), slow_links=dict(slow_links)
+            )
+        return self._engines[key]
 
 
 def _same_s_part(a: RunConfig, b: RunConfig) -> bool:

@@ -19,6 +19,13 @@ def _format_row(row: Figures) -> str:
             f"{row['name']}: the loop takes {row['loop_s'] * 1e6:.0f} us a stage ({low * 1e6:.0f}-{high * 1e6:.0f}) of "
             f"both parts, {row['stage_s'] * 1e6:.0f} with what is left in the bodies"
         )
+    if "speedup_over_equal" in row:
+        return (
+            f"{row['name']}: {row['batch']} at once, link of R-worker {row['num_workers']} {row['slower']} times slower"
+            f": equal shares {row['tokens_per_s_equal']:.0f} tokens/s, shares that follow links "
+            f"{row['tokens_per_s_auto']:.0f} (that one has {row['share_of_slow']:.1%} of the rows), "
+            f"{_spread(row, 'speedup_over_equal')} times as many"
+        )
     if "latency_over_allowed" in row:
         return _format_prefill(row)
     return _format_lives(row) if "schedule" in row else _format_overlap(row)

@@ -203,7 +203,7 @@ def _slow_links(speeds: Sequence[Speed]) -> list[Finding]:
             f"messages from rank 0 take {worst.latency_s * 1e6:.1f} us and come at "
             f"{worst.link_bytes_per_s / 1e9:.2f} GB/s ({worst.name}); the best {where}: {best}",
             "Check that MPI uses the fast network on both nodes, that they are on one switch (sbatch --switches=1), "
-            "and that ranks have cores of their own",
+            "and that ranks have cores of their own; until then --r-worker-weights auto gives it fewer sequences",
             tuple(speed.rank for speed in slow),
         )
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ SIMULATE_OPTIONS = (
     "load_limit",
     "block_size",
     "kv_memory_bytes",
+    "r_worker_weights",
 )
 LINKS = ("latency", "link_bandwidth", "s_bandwidth", "switch_bandwidth")
 MODEL_HELP = "as of generate, or a well-known shape: llama-2-7b, llama-2-13b, llama-3-8b, llama-3-70b, opt-175b, ..."
@@ -93,8 +94,16 @@ def _add_simulate(commands: Any) -> None:
     parser.add_argument("--max-steps", type=int, metavar="N", help="end after so many steps")
     parser.add_argument("--given-kv", action="store_true", help="prompts take no time")
     links = parser.add_argument_group("links, where they differ from the profile's")
-    links.add_argument("--latency", type=float, metavar="SECONDS", help="of a message between rank 0 and an R-worker")
-    links.add_argument("--link-bandwidth", type=size, metavar="SIZE", help="bytes a second of each R-worker's link")
+    links.add_argument(
+        "--latency",
+        type=_each(float),
+        metavar="SECONDS,...",
+        help="of a message between rank 0 and an R-worker: one number, or one for each R-worker",
+    )
+    links.add_argument(
+        "--link-bandwidth", type=_each(size), metavar="SIZE,...",
+        help="bytes a second of an R-worker's link: one, or one for each, such as 1G,1G,200M",
+    )  # fmt: skip
     links.add_argument("--s-bandwidth", type=size, metavar="SIZE", help="bytes a second of rank 0's link, each way")
     links.add_argument("--switch-bandwidth", type=size, metavar="SIZE", help="bytes a second of a switch all share")
     links.add_argument(
@@ -105,6 +114,18 @@ def _add_simulate(commands: Any) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
     add_run_options(parser.add_argument_group("run, as of generate"), SIMULATE_OPTIONS)
     parser.set_defaults(func=run_simulate)
+
+
+def _each(parse: Callable[[str], float]) -> Callable[[str], tuple[float, ...]]:
+    """A type of argparse: a value, or several with commas between them."""
+
+    def parsed(text: str) -> tuple[float, ...]:
+        try:
+            return tuple(float(parse(part)) for part in text.split(","))
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is no number and no list of numbers") from None
+
+    return parsed
 
 
 def _prices(text: str) -> tuple[float, float]:
@@ -135,7 +156,8 @@ def run_plan(args: argparse.Namespace, argv: Sequence[str]) -> int:
     price_s, price_r = args.price or (None, None)
     wish = Wish(prompt_len, output_len, args.latency_target, price_s, price_r, args.r_memory)
     schedules = SCHEDULES if args.schedule == "best" else (args.schedule,)
-    planners = [Planner(profile, model, run_config(args, schedule=schedule), wish) for schedule in schedules]
+    runs = [run_config(args, schedule=schedule, profile=None) for schedule in schedules]
+    planners = [Planner(profile, model, run, wish) for run in runs]
     plans = [(planner, planner.plan(args.max_r_workers)) for planner in planners]
     planner, plan = max(plans, key=lambda pair: round(pair[1].best.tokens_per_s, -1))  # of about equal ones the plain
     print(format_plan(planner, plan, args.model))
@@ -152,8 +174,9 @@ def run_simulate(args: argparse.Namespace, argv: Sequence[str]) -> int:
     from fastdecode_hpc.planner.text import describe_profile
 
     _check_simulate(args)
-    config = run_config(args)
-    profile, model = _with_links(load_profile(args.profile), args), find_shape(args.model)
+    config = run_config(args, profile=None)
+    known, model = load_profile(args.profile), find_shape(args.model)
+    profile = _with_links(known, args)
     lengths = _lengths(args, args.num_sequences or 4 * config.max_batch_size)
     simulation = Simulation(
         profile,
@@ -169,14 +192,19 @@ def run_simulate(args: argparse.Namespace, argv: Sequence[str]) -> int:
     result = simulation.run(lengths)
     figures = simulation_figures(simulation, result)
     changed = [
-        f"--{name.replace('_', '-')} {getattr(args, name):g}" for name in LINKS if getattr(args, name) is not None
+        f"--{name.replace('_', '-')} {','.join(f'{x:g}' for x in values)}"
+        for name in LINKS
+        if (values := _values(args, name))
     ]
-    print(describe_profile(profile, model, args.r_workers, changed))
+    print(describe_profile(known, model, args.r_workers, changed))
     print("\n".join(f"{name:28} {value:,.6g}" for name, value in figures.items()))
+    if shares := simulation.shares.describe():
+        print(f"shares of the load: {shares}")
     if args.json is not None:
         source = {"name": profile.name, "source": profile.source, "replaced": changed}
         told = {"model": args.model, "r_workers": args.r_workers, "given_kv": args.given_kv, "jitter": args.jitter}
-        write_json(args.json, {"profile": source, **told, "config": config.as_dict(), "figures": figures})
+        write_json(args.json, {"profile": source, **told, "config": config.as_dict(), "figures": figures,
+                               "shares": simulation.shares.ideal()})  # fmt: skip
     return 0
 
 
@@ -186,14 +214,26 @@ def _check_simulate(args: argparse.Namespace) -> None:
         if getattr(args, name) is not None:
             check_at_least(f"--{name.replace('_', '-')}", getattr(args, name), 1)
     for name in ("jitter", "latency"):
-        value = getattr(args, name)
-        if value is not None and not 0 <= value < math.inf:
-            raise ConfigError(f"--{name} is {value}; it must not be negative")
+        for value in _values(args, name):
+            if not 0 <= value < math.inf:
+                raise ConfigError(f"--{name} is {value}; it must not be negative")
     for name in ("link_bandwidth", "s_bandwidth", "switch_bandwidth"):
-        if getattr(args, name) is not None:
-            check_positive(f"--{name.replace('_', '-')}", getattr(args, name))
+        for value in _values(args, name):
+            check_positive(f"--{name.replace('_', '-')}", value)
+    for name in ("latency", "link_bandwidth"):
+        if (count := len(_values(args, name))) not in (0, 1, args.r_workers):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} has {count} numbers; it must have one, or one for each R-worker: "
+                f"{args.r_workers}"
+            )
     if args.json is not None:
         check_writable(args.json)
+
+
+def _values(args: argparse.Namespace, name: str) -> tuple[float, ...]:
+    """What an option of one or several numbers has; nothing where it was not given."""
+    value = getattr(args, name)
+    return value if isinstance(value, tuple) else () if value is None else (value,)
 
 
 def simulation_figures(simulation: Simulation, result: SimulatedRun) -> dict[str, float]:
@@ -243,13 +283,16 @@ def _mean(lengths: Sequence[Lengths], name: str) -> float:
 
 
 def _with_links(profile: Profile, args: argparse.Namespace) -> Profile:
-    """The profile with the links that the options describe."""
-    changes = {"latency_s": args.latency, "link_bytes_per_s": args.link_bandwidth}
-    given: dict[str, Any] = {name: float(value) for name, value in changes.items() if value is not None}
+    """The profile with the links that the options describe; it has an entry for each R-worker then."""
+    given = {"latency_s": _values(args, "latency"), "link_bytes_per_s": _values(args, "link_bandwidth")}
+    changes: list[dict[str, Any]] = [
+        {name: values[worker % len(values)] for name, values in given.items() if values}
+        for worker in range(args.r_workers)
+    ]
     shared = {"s_bytes_per_s": args.s_bandwidth, "switch_bytes_per_s": args.switch_bandwidth}
     network: dict[str, Any] = {name: float(value) for name, value in shared.items() if value is not None}
     return dataclasses.replace(
         profile,
-        r_parts=tuple(dataclasses.replace(part, **given) for part in profile.r_parts),
+        r_parts=tuple(dataclasses.replace(profile.r_part(worker), **own) for worker, own in enumerate(changes)),
         network=dataclasses.replace(profile.network, **network),
     )

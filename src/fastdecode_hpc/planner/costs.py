@@ -15,11 +15,15 @@ from fastdecode_hpc.planner.profile import KVRates, Profile
 from fastdecode_hpc.schedule.kv_layout import KVLayout, LayerGroup, make_layout
 from fastdecode_hpc.schedule.prompts import Piece, cut_chunks
 from fastdecode_hpc.schedule.row_tiles import TileSizes
+from fastdecode_hpc.schedule.shares import Shares
+from fastdecode_hpc.schedule.worker_costs import WorkerCost, deal_rows
 from fastdecode_hpc.sequence import SamplingParams
 from fastdecode_hpc.sequence import Sequence as Prompt
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+
+LONG_CONTEXT = 4096  # tokens, over which what one takes is averaged
 
 
 def transfer_ratio(model: ModelConfig, layout: KVLayout, wire_dtype: str, context_len: int) -> float:
@@ -127,6 +131,7 @@ class Costs:
         self._head_tiles = TileSizes(profile.s_part.head_tiles)
         wire_bytes = DTYPE_BYTES[config.wire_dtype]
         self._qkv_row_bytes, self._out_row_bytes = wire_bytes * model.qkv_size, wire_bytes * model.q_size
+        self._weights = config.r_worker_weights
         self._kv_token_bytes = wire_bytes * 2 * model.kv_size
 
     def s_layer(self, num_rows: int) -> float:
@@ -176,9 +181,45 @@ class Costs:
         )
 
     def even_slot_times(self, num_rows: int, context_len: float) -> SlotTimes:
-        """The same for rows of one context, dealt out evenly; both may be means."""
-        workers = np.arange(num_rows) % self.num_workers
+        """The same for rows of one context, dealt out as the options have it; both may be means."""
+        workers = np.repeat(np.arange(self.num_workers), self.deal_rows(num_rows, context_len))
         return self.slot_times(np.full(num_rows, round(context_len), np.int64), workers)
+
+    def worker_costs(self) -> list[WorkerCost]:
+        """What each R-worker takes for tokens and rows in a step."""
+        layers = self.model.num_layers
+        token_bytes = sum(
+            len(group.layers) * float(group.row_bytes(LONG_CONTEXT)) / LONG_CONTEXT for group in self.layout.main_groups
+        )
+        row_bytes = layers * (self._qkv_row_bytes + self._out_row_bytes)
+        return [
+            WorkerCost(token_bytes / rates.bytes_per_s, row_bytes / part.link_bytes_per_s, layers * 2 * part.latency_s)
+            for rates, part in zip(self._rates, self.parts, strict=True)
+        ]
+
+    def deal_rows(self, num_rows: int, context_len: float) -> Ints:
+        """Rows of each R-worker once its share has settled, ``[num_workers]``."""
+        costs = self.shares(num_rows, context_len).costs
+        by_worker = [costs.get(owner, WorkerCost()) for owner in self.owners]
+        return deal_rows(by_worker, num_rows, context_len)
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """Ranks of the R-workers, also where one process runs both parts."""
+        return tuple(range(1, self.num_workers + 1))
+
+    def shares(self, num_rows: float, context_len: float = 1.0, *, knows_profile: bool = True) -> Shares:
+        """Shares of the R-workers, of mini-batches with so many rows, as a run begins with them."""
+        return Shares(
+            self._weights,
+            self.owners,
+            num_layers=self.model.num_layers,
+            back_ratio=self._out_row_bytes / self._qkv_row_bytes,
+            start=dict(zip(self.owners, self.worker_costs(), strict=True)) if knows_profile else None,
+            latencies={owner: part.latency_s for owner, part in zip(self.owners, self.parts, strict=True)},
+            num_rows=num_rows,
+            context_len=context_len,
+        )
 
     def head_s(self, num_rows: int) -> float:
         """Seconds of logits and sampling."""

@@ -15,6 +15,7 @@ from fastdecode_hpc.planner.profile import Profile
 from fastdecode_hpc.planner.steady import SteadyStep, steady_step
 from fastdecode_hpc.schedule.kv_layout import KVLayout
 from fastdecode_hpc.schedule.load_stabilizing import choose_interval
+from fastdecode_hpc.schedule.shares import Shares
 from fastdecode_hpc.setup import KV_SHARE
 
 ENOUGH = 0.97  # of the most tokens/s that any batch gives: a larger batch than needed only adds latency
@@ -174,6 +175,11 @@ class Planner:
             transfer_ratio=transfer_ratio(self.model, self.layout, self.config.wire_dtype, round(self.mean_context)),
             gpu_only=self.gpu_only(),
         )
+
+    def shares(self, choice: Choice) -> Shares:
+        """What each R-worker gets of the load, and why."""
+        costs = Costs(self.profile, self.model, self.config, num_workers=choice.num_workers)
+        return costs.shares(choice.batch_size / self.config.num_slots, self.mean_context)
 
     @property
     def mean_context(self) -> float:

@@ -55,6 +55,7 @@ class Simulation:
     profile : Profile
     model : ModelConfig
     config : RunConfig
+        With `r_worker_weights` auto the run goes on with the speeds that it finds, as a real one does.
         `kv_memory_bytes` counts where it is given; by default there is more memory than is ever needed.
     num_workers : int
         R-workers; they are ranks 1 and up, also where one process runs both parts.
@@ -64,6 +65,8 @@ class Simulation:
         As of `PipelineClock`.
     max_steps : int, optional
         End after so many steps.
+    knows_profile : bool
+        With `r_worker_weights` auto: shares begin as the profile has them, not equal.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class Simulation:
         jitter: float = 0.0,
         seed: int = 0,
         max_steps: int | None = None,
+        knows_profile: bool = True,
     ) -> None:
         if profile.is_one_process and num_workers > 1:
             raise ConfigError(
@@ -86,7 +90,10 @@ class Simulation:
         self.costs = Costs(profile, model, config, num_workers=num_workers)
         clock = PipelineClock(profile, num_workers=num_workers, num_slots=config.num_slots, jitter=jitter, seed=seed)
         self.clock, self.walk = clock, Walk(self.costs, clock, num_slots=config.num_slots)
-        self._placement = Placement(self.costs.layout, dict.fromkeys(range(1, num_workers + 1), self._blocks()))
+        self.shares = self.costs.shares(config.max_batch_size / config.num_slots, knows_profile=knows_profile)
+        self._placement = Placement(
+            self.costs.layout, dict.fromkeys(self.costs.owners, self._blocks()), self.shares.costs
+        )
         self._prompts: PromptQueue | GivenPrompts = GivenPrompts()
         if not given_kv:
             self._prompts = PromptQueue(
@@ -143,6 +150,8 @@ class Simulation:
         record = self.walk.end_step(stage)
         if record is not None:
             result.steps.append(record)
+            self.shares.observe(record)
+            self._placement.costs = self.shares.costs
             self._take_tokens(stage, scheduler, result)
         if stage.step == self.max_steps:
             stopped.add(stage.slot)

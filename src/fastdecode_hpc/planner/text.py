@@ -26,6 +26,7 @@ def format_plan(planner: Planner, plan: Plan, model: str) -> str:
         f"proposed: {best.num_workers} R-workers, batch {best.batch_size}: {best.tokens_per_s:,.0f} tokens/s, "
         f"{best.step.step_s * 1e3:.1f} ms a step, schedule {planner.config.schedule}; limited by {best.limited_by}",
         *_rows_measured(planner, plan),
+        *_shares(planner, plan),
         f"a sequence decodes for {best.step.step_s * wish.output_len:,.1f} s; the longest step takes "
         f"{best.peak_step_s * 1e3:.1f} ms",
         *_pays(plan),
@@ -88,6 +89,12 @@ def _rows_measured(planner: Planner, plan: Plan) -> list[str]:
     return [f"larger batches would give more: the profile has up to {rows} rows; calibrate with larger --batch-sizes"]
 
 
+def _shares(planner: Planner, plan: Plan) -> list[str]:
+    """Where R-workers are unlike, and shares follow."""
+    text = planner.shares(plan.best).describe()
+    return [f"shares of the load: {text}"] if text else []
+
+
 def _pays(plan: Plan) -> list[str]:
     """From where on one more socket is wasted, or worse."""
     if not plan.stops_paying_at:
@@ -144,6 +151,7 @@ def plan_as_dict(planner: Planner, plan: Plan, model: str) -> dict[str, Any]:
         "wish": _wish(planner.wish),
         "schedule": planner.config.schedule,
         **dataclasses.asdict(plan),
+        "shares": planner.shares(plan.best).ideal(),
         "command": "\n".join(command_lines(planner.config, plan, model, profile.r_part(0).threads)),
     }
 

@@ -136,7 +136,7 @@ class RWorker:
     def end_step(self, slot: int) -> None:
         """Tell rank 0 how the step went."""
         t_wait = self.transport.t_wait
-        asked, arrived, posted = self.transport.layer_times(slot)
+        asked, arrived, posted, before = self.transport.layer_times(slot)
         report = StepReport(
             t_r_part=self._t_r_part[slot],
             t_turn=self._t_turn[slot],
@@ -146,6 +146,7 @@ class RWorker:
             t_asked=asked,
             t_arrived=arrived,
             t_posted=posted,
+            t_before=before,
         )
         self._t_r_part[slot], self._t_wait_told = 0.0, t_wait
         self.transport.send_report(slot, report)

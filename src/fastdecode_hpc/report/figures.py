@@ -160,6 +160,80 @@ def _shares(rank: int, seconds: dict[str, float], wall_s: float) -> RankShares:
 
 
 @dataclass(frozen=True, slots=True)
+class RankLoad:
+    """How much of the load one R-worker carried, and why; NaN where the report does not say.
+
+    Attributes
+    ----------
+    rank : int
+    load, rows : float
+        Share of all tokens that were read, and of all rows.
+    wanted : float
+        Share that placement aimed at when the run ended.
+    attention, link : float
+        Seconds of a token and of the link in a step, over those of the fastest R-worker.
+    shares_from : str
+        Where `wanted` comes from; empty: unknown.
+    """
+
+    rank: int
+    load: float
+    rows: float
+    wanted: float
+    attention: float
+    link: float
+    shares_from: str
+
+
+def rank_loads(report: Report) -> list[RankLoad]:
+    """The R-workers by rank."""
+    loads = {rank: float(_loads(report, rank).sum()) for rank in report.ranks}
+    rows = {rank: _total_rows(report, rank) for rank in report.ranks}
+    told = {rank: report.rank_attributes(rank) for rank in report.ranks}
+    attention = {rank: float(one.get("token_s", np.nan)) for rank, one in told.items()}
+    mean_rows = {rank: rows[rank] / max(_num_steps(report, rank), 1) for rank in report.ranks}
+    mean = sum(mean_rows.values()) / max(len(mean_rows), 1)
+    link = {rank: float(one.get("step_s", np.nan) + mean * one.get("row_s", np.nan)) for rank, one in told.items()}
+    return [
+        RankLoad(
+            rank,
+            _part(loads, rank),
+            _part(rows, rank),
+            float(told[rank].get("wanted_share", np.nan)),
+            _times(attention, rank),
+            _times(link, rank),
+            str(told[rank].get("shares_from", "")),
+        )
+        for rank in report.ranks
+    ]
+
+
+def _total_rows(report: Report, rank: int) -> float:
+    table = f"ranks/{rank}"
+    return float(report.columns(table, ["num_rows"])["num_rows"].sum()) if report.has(table, "num_rows") else np.nan
+
+
+def _num_steps(report: Report, rank: int) -> int:
+    """Steps of slots in which the R-worker read something."""
+    return int(np.count_nonzero(_loads(report, rank)))
+
+
+def _loads(report: Report, rank: int) -> Array:
+    return report.columns(f"ranks/{rank}", ["load_tokens"])["load_tokens"]
+
+
+def _part(values: dict[int, float], rank: int) -> float:
+    total = sum(values.values())
+    return values[rank] / total if total else np.nan
+
+
+def _times(seconds: dict[int, float], rank: int) -> float:
+    """Over the least of them; 1 where all take no time."""
+    least = min(seconds.values())
+    return seconds[rank] / least if least else (np.nan if seconds[rank] else 1.0)
+
+
+@dataclass(frozen=True, slots=True)
 class SpanGroup:
     """Spans of all ranks in consecutive steps, times since the start of the first.
 

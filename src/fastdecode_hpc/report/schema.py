@@ -40,8 +40,9 @@ LOAD_UNITS: Final[Mapping[str, str]] = MappingProxyType({
     "rank_load_mean": "tokens",
 })  # fmt: skip
 RANK_UNITS: Final[Mapping[str, str]] = MappingProxyType(
-    {"t_r_part": "s", "t_turn": "s", "t_wait": "s", "t_exposed": "s", "free_blocks": "blocks", "load_tokens": "tokens"}
-)
+    {"t_r_part": "s", "t_turn": "s", "t_wait": "s", "t_exposed": "s", "free_blocks": "blocks", "load_tokens": "tokens",
+     "num_rows": "1", "t_link": "s"}
+)  # fmt: skip
 SPAN_UNITS: Final[Mapping[str, str]] = MappingProxyType(
     {"t_start": "s", "t_end": "s", "kind": "1", "step": "1", "slot": "1", "layer": "1"}
 )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from fastdecode_hpc.report.figures import RankShares, Steps, rank_shares, whole_steps
+from fastdecode_hpc.report.figures import RankLoad, RankShares, Steps, rank_loads, rank_shares, whole_steps
 from fastdecode_hpc.report.reader import Report, open_report
 from fastdecode_hpc.report.schema import PREDICTED_UNITS, REBUILT, STEP_UNITS, partial_report
 
@@ -31,7 +32,8 @@ def format_report(path: str | Path) -> str:
         parts = [_state_lines(report, Path(path)), _attribute_lines(report), _summary_lines(report)]
         if report.has("steps"):
             steps = whole_steps(report)
-            parts += [_share_lines(rank_shares(report, steps)), _predicted_lines(steps), _step_lines(report)]
+            parts += [_share_lines(rank_shares(report, steps)), _load_lines(rank_loads(report))]
+            parts += [_predicted_lines(steps), _step_lines(report)]
     return "\n\n".join("\n".join(lines) for lines in map(list, parts) if lines)
 
 
@@ -74,6 +76,25 @@ def _share_lines(shares: list[RankShares]) -> Iterator[str]:
         yield f"  {one.rank:<6}" + "".join(f"{100 * getattr(one, name):10.1f}" for name in (*_SHARES, "busy"))
     if len(shown) < len(shares):
         yield f"  (the least and most busy of {len(shares) - 1} R-workers)"
+
+
+def _load_lines(loads: list[RankLoad]) -> Iterator[str]:
+    """How the load lay on the R-workers, what it should have been and why; of many those with least and most."""
+    if len(loads) < 2:
+        return
+    source = loads[0].shares_from
+    yield f"shares of the R-workers (%{f'; wanted: {source}' if source else ''}; attention, link: times the fastest's)"
+    yield f"  {'rank':6}" + "".join(f"{name:>10}" for name in ("load", "rows", "wanted", "attention", "link"))
+    shown = loads
+    if len(loads) > MAX_RANK_LINES:
+        ordered = sorted(loads, key=lambda one: one.load)
+        half = MAX_RANK_LINES // 2
+        shown = sorted([*ordered[:half], *ordered[-half:]], key=lambda one: one.rank)
+    for one in shown:
+        shares = (100 * one.load, 100 * one.rows, 100 * one.wanted, one.attention, one.link)
+        yield f"  {one.rank:<6}" + "".join(f"{'-' if math.isnan(x) else f'{x:.1f}':>10}" for x in shares)
+    if len(shown) < len(loads):
+        yield f"  (those with least and most load of {len(loads)} R-workers)"
 
 
 def _predicted_lines(steps: Steps) -> Iterator[str]:

@@ -163,18 +163,18 @@ class ReportWriter:
         self._flush_s = max(wanted, FLUSH_SHARE * (self._flushed - started))
 
     def finish(
-        self, summary: Mapping[str, tuple[float, str]], kv_huge_pages: Mapping[int, float] = MappingProxyType({})
+        self, summary: Mapping[str, tuple[float, str]], of_ranks: Mapping[int, Mapping[str, Any]] = NOTHING
     ) -> None:
         """Write ``/summary`` (value and unit by name), bring all to the disk and give the file its name.
 
         Parameters
         ----------
-        kv_huge_pages : mapping
-            Share of the KV memory in use that lies on huge pages, by R-worker.
+        of_ranks : mapping
+            Attributes of R-workers, by rank.
         """
         if self._file is not None:
             with self._or_json():
-                self._finish_file(summary, kv_huge_pages)
+                self._finish_file(summary, of_ranks)
                 return
         figures = {name: {"value": value, "units": unit} for name, (value, unit) in summary.items()}
         attributes = json.loads(json.dumps(self._attributes | {"state": COMPLETE}, default=str))
@@ -183,7 +183,7 @@ class ReportWriter:
         except OSError as error:
             logger.warning("%s cannot be written either: %s", self.fallback, error.strerror)
 
-    def _finish_file(self, summary: Mapping[str, tuple[float, str]], kv_huge_pages: Mapping[int, float]) -> None:
+    def _finish_file(self, summary: Mapping[str, tuple[float, str]], of_ranks: Mapping[int, Mapping[str, Any]]) -> None:
         self._add_rest()
         self._close()
         if _identity(self._partial) != self._identity:
@@ -191,8 +191,8 @@ class ReportWriter:
         with _open(self._partial, "r+", locking=False) as file:  # somebody may look at it
             for name, (value, unit) in summary.items():
                 file.create_dataset(f"summary/{name}", data=value).attrs["units"] = unit
-            for rank, share in kv_huge_pages.items():
-                file[f"ranks/{rank}"].attrs["kv_huge_pages"] = share
+            for rank, attributes in of_ranks.items():
+                _set_attributes(file[f"ranks/{rank}"].attrs, attributes)
             file.attrs["state"] = COMPLETE
         put_in_place(self._partial, self.path)
 

@@ -308,6 +308,8 @@ class SWorker:
                 report.free_blocks,
                 times.rank_loads.get(rank, 0),
                 report.t_turn,
+                times.rank_rows.get(rank, 0),
+                messages.ranks_link.get(rank, math.nan),
             )
             for rank, report in reports.items()
         }

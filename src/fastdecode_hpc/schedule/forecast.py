@@ -86,3 +86,12 @@ class LoadForecast:
         past = step - self._first_step
         if past > len(self._loads) // 2:
             self._loads, self._first_step = self._loads[past:].copy(), step
+
+
+class RowForecast(LoadForecast):
+    """Rows of every coming step in the same way, each as many times as there are layers."""
+
+    def loads_of(self, seq: Sequence) -> npt.NDArray[np.int64]:
+        """One row in each of its coming decode steps."""
+        num_steps = seq.max_new_tokens - max(1, len(seq.output_ids))
+        return np.full(max(0, num_steps), self.layout.num_layers, np.int64)

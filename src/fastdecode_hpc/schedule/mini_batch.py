@@ -57,6 +57,11 @@ class MiniBatch:
         sums = np.bincount(self.owners, layout.loads(self.context_lens))
         return Counter({owner: int(sums[owner]) for owner in np.flatnonzero(sums).tolist()})
 
+    def rows_by_owner(self) -> dict[int, int]:
+        """Rows of each R-worker that has any, by its rank."""
+        owners, rows = np.unique(self.owners, return_counts=True)
+        return dict(zip(owners.tolist(), rows.tolist(), strict=True))
+
     def _number(self) -> None:
         self.seq_ids = _ints(seq.seq_id for seq in self.seqs)
         self.owners = _ints(seq.owner for seq in self.seqs)

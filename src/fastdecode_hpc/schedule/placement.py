@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from fastdecode_hpc.schedule.forecast import LoadForecast
+from fastdecode_hpc.schedule.forecast import LoadForecast, RowForecast
 from fastdecode_hpc.schedule.kv_layout import KVLayout
+from fastdecode_hpc.schedule.worker_costs import WorkerCost
 from fastdecode_hpc.sequence import Sequence
+
+_EQUAL = WorkerCost()
 
 
 @dataclass(slots=True)
@@ -24,9 +27,9 @@ class Placement:
     capacity : mapping of rank to tuple of int
         Blocks of each layer group that each R-worker holds. Rank 0 stands for a partition in the
         S-worker's own process.
-    weights : dict of rank to float, optional
-        Share of the load that each R-worker should carry; equal by default. A worker of weight 2 gets
-        twice the tokens of one of weight 1. May be changed while sequences run; it counts for those to come.
+    costs : mapping of rank to WorkerCost, optional
+        What each R-worker takes for tokens and rows; all the same by default, tokens alone. May be changed while
+        sequences run; it counts for those to come.
 
     Notes
     -----
@@ -36,13 +39,15 @@ class Placement:
 
     layout: KVLayout
     capacity: Mapping[int, tuple[int, ...]]
-    weights: dict[int, float] = field(default_factory=dict)
+    costs: Mapping[int, WorkerCost] = field(default_factory=dict)
     _free: dict[int, list[int]] = field(init=False)
     _forecasts: dict[int, LoadForecast] = field(init=False)
+    _rows: dict[int, RowForecast] = field(init=False)
 
     def __post_init__(self) -> None:
         self._free = {rank: list(blocks) for rank, blocks in self.capacity.items()}
         self._forecasts = {rank: LoadForecast(self.layout) for rank in self.capacity}
+        self._rows = {rank: RowForecast(self.layout) for rank in self.capacity}
 
     @property
     def owners(self) -> tuple[int, ...]:
@@ -59,8 +64,8 @@ class Placement:
         Returns
         -------
         int or None
-            The owner's rank: of those that have room the one that is to read least, for its weight, while the sequence
-            runs. None while no R-worker has room.
+            The owner's rank: of those that have room the one that is to be busy, with attention and its link, for the
+            shortest time while the sequence runs. None while no R-worker has room.
         """
         need = self.layout.worst_case(seq.max_context_len)
         room = [rank for rank in self.owners if _covers(self._free[rank], need)]
@@ -68,10 +73,10 @@ class Placement:
             return None
         own = self._forecasts[room[0]].loads_of(seq)
         mine, num_steps = int(own.sum()), len(own)
-        after = {rank: self._forecasts[rank].expected(step, num_steps) + mine for rank in room}
-        owner = min(room, key=lambda rank: (after[rank] / self.weight(rank), rank))
+        owner = min(room, key=lambda rank: (self._busy(rank, step, num_steps, mine), rank))
         self._take(owner, need)
         self._forecasts[owner].add(seq, step)
+        self._rows[owner].add(seq, step)
         seq.owner = owner
         return owner
 
@@ -79,14 +84,20 @@ class Placement:
         """Give the reservation of a sequence back that ended before `step`."""
         self._take(seq.owner, tuple(-n for n in self.layout.worst_case(seq.max_context_len)))
         self._forecasts[seq.owner].remove(seq, step)
+        self._rows[seq.owner].remove(seq, step)
 
     def free_blocks(self, rank: int) -> tuple[int, ...]:
         """Blocks of each group not promised to anybody."""
         return tuple(self._free[rank])
 
-    def weight(self, rank: int) -> float:
-        """Share of the load that an R-worker should carry, the mean being about 1."""
-        return self.weights.get(rank, 1.0)
+    def _busy(self, rank: int, step: int, num_steps: int, mine: int) -> float:
+        """What an R-worker takes in `num_steps` steps with one more sequence, of `mine` token-layers; times layers."""
+        cost = self.costs.get(rank, _EQUAL)
+        busy = (self._forecasts[rank].expected(step, num_steps) + mine) * cost.token_s
+        if cost.row_s or cost.step_s:
+            row_layers = self._rows[rank].expected(step, num_steps) + num_steps * self.layout.num_layers
+            busy += row_layers * cost.row_s + num_steps * self.layout.num_layers * cost.step_s
+        return busy
 
     def _take(self, rank: int, need: Iterable[int]) -> None:
         self._free[rank] = [free - blocks for free, blocks in zip(self._free[rank], need, strict=True)]

@@ -105,6 +105,7 @@ class Scheduler:
             load_tokens=loads.total() // num_layers,
             prefill_tokens=content.prefill_token_layers // num_layers,
             rank_loads={rank: loads[rank] // num_layers for rank in self.admission.placement.owners},
+            rank_rows=content.batch.rows_by_owner(),
         )
 
     def _admit(self, step: int) -> Sequence | None:

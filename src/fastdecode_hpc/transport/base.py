@@ -20,7 +20,7 @@ Ints = npt.NDArray[np.int64]
 
 HEADER_LEN = 8  # int64 words of a plan's header
 REPORT_FIELDS = 5  # float64 words of a report before its times of each layer
-LAYER_TIMES = 3
+LAYER_TIMES = 4
 
 WIRE_NUMPY = {"fp32": np.float32, "fp16": np.float16, "bf16": np.uint16}
 
@@ -113,7 +113,8 @@ class StepReport:
 
     `t_turn` is the part of `t_r_part` that went into the step's work list.
     `t_asked`, `t_arrived` and `t_posted` hold, for each layer, when the worker was free to take its q, k, v, when they
-    had arrived, and when its output was posted; they stay zero where the worker had no rows.
+    had arrived, and when its output was posted; `t_before` when the q, k, v before them, of whichever slot, had
+    arrived. They stay zero where the worker had no rows.
     """
 
     t_r_part: float
@@ -124,6 +125,12 @@ class StepReport:
     t_asked: npt.NDArray[np.float64]
     t_arrived: npt.NDArray[np.float64]
     t_posted: npt.NDArray[np.float64]
+    t_before: npt.NDArray[np.float64]
+
+    @property
+    def layer_times(self) -> tuple[npt.NDArray[np.float64], ...]:
+        """All times of layers, in the order of the message."""
+        return self.t_asked, self.t_arrived, self.t_posted, self.t_before
 
     def encode(self, into: npt.NDArray[np.float64]) -> None:
         """Write the report into a buffer of `report_words` float64."""
@@ -134,7 +141,7 @@ class StepReport:
             self.free_blocks,
             self.stop_request,
         )
-        into[REPORT_FIELDS:].reshape(LAYER_TIMES, -1)[:] = (self.t_asked, self.t_arrived, self.t_posted)
+        into[REPORT_FIELDS:].reshape(LAYER_TIMES, -1)[:] = self.layer_times
 
 
 def report_words(num_layers: int) -> int:
@@ -161,11 +168,14 @@ class TransportTimes:
         The part of the S-worker's waits for output after that had been posted: neither part was working on the slot.
     ranks_exposed : dict of int to float
         The same of each R-worker's waits for q, k, v.
+    ranks_link : dict of int to float
+        Seconds that q, k, v of a layer were on their way to each R-worker (`link_times`).
     """
 
     t_transport: float = 0.0
     t_exposed: float = 0.0
     ranks_exposed: dict[int, float] = field(default_factory=dict)
+    ranks_link: dict[int, float] = field(default_factory=dict)
 
 
 PrefillSink = Callable[[list[Segment], Rows], None]  # segments of one message and their [k|v] rows
@@ -208,6 +218,10 @@ class SEnd(Protocol):
 
     def transport_times(self, slot: int) -> TransportTimes:
         """Of the slot's last reported step."""
+
+    @property
+    def latencies(self) -> dict[int, float]:
+        """Seconds of a short message to each other rank."""
 
     def layer_times(self, slot: int) -> tuple[list[float], list[float], list[float]]:
         """Times of each layer of the slot's last reported step: q, k, v posted, output asked for, output there.
@@ -257,7 +271,7 @@ class REnd(Protocol):
         """End a step of a slot."""
 
     def layer_times(self, slot: int) -> npt.NDArray[np.float64]:
-        """Times of each layer of the slot's running step: asked, arrived, posted; ``[3, num_layers]``."""
+        """Times of each layer of the slot's running step: asked, arrived, posted, before; ``[4, num_layers]``."""
 
     @property
     def t_wait(self) -> float:

@@ -109,6 +109,10 @@ class LocalSEnd:
     def transport_times(self, slot: int) -> TransportTimes:
         return TransportTimes()
 
+    @property
+    def latencies(self) -> dict[int, float]:
+        return {}
+
     def layer_times(self, slot: int) -> tuple[list[float], list[float], list[float]]:
         return self._box.t_posted[slot], self._t_asked[slot], self._t_back[slot]
 

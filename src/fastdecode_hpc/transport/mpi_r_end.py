@@ -30,6 +30,7 @@ from fastdecode_hpc.transport.control import no_run
 from fastdecode_hpc.transport.mpi import MPI, S_RANK, World
 from fastdecode_hpc.transport.mpi_comms import Comms, WireShape
 from fastdecode_hpc.transport.mpi_progress import Pending, Progress
+from fastdecode_hpc.transport.slow_link import Lane, SlowLink
 
 MAX_KV_POSTED = 4  # receives of prompt K/V that are posted at once
 
@@ -42,18 +43,28 @@ class _RSlot:
     out: Rows
     header: Ints
     report: npt.NDArray[np.float64]
-    times: npt.NDArray[np.float64]  # [3, num_layers]: asked, arrived, posted
+    times: npt.NDArray[np.float64]  # [4, num_layers]: asked, arrived, posted, before
     num_rows: int = 0
     layer: int = 0
     incoming: Pending | None = None  # the next header or the next rows
     sent: Pending | None = None
     report_sent: Pending | None = None
+    is_held: bool = False  # its output waits for a slow link
 
 
 class MpiREnd:
-    """An R-worker's end (`transport.base.REnd`)."""
+    """An R-worker's end (`transport.base.REnd`).
 
-    def __init__(self, world: World, shape: WireShape, progress: Progress) -> None:
+    Parameters
+    ----------
+    world : World
+    shape : WireShape
+    progress : Progress
+    slow_link : SlowLink, optional
+        Hold q, k, v and output back for as long as this link would take longer.
+    """
+
+    def __init__(self, world: World, shape: WireShape, progress: Progress, slow_link: SlowLink | None = None) -> None:
         self.rank = world.rank
         self.shape = shape
         self.progress = progress
@@ -65,6 +76,8 @@ class MpiREnd:
         self._coming: Counter[int] = Counter()  # seq_id |-> segments that have not reached the sink
         self._sink: PrefillSink | None = None
         self._t_sink = 0.0
+        self._t_arrived = 0.0  # of the last rows
+        self._lanes = None if slow_link is None else (Lane(slow_link), Lane(slow_link))  # in, out
         for slot in range(shape.num_slots):
             self._post_header(slot)
 
@@ -90,6 +103,7 @@ class MpiREnd:
 
     def wait_plan(self, slot: int) -> StepPlan:
         state, comm = self._slots[slot], self._comms.slots[slot]
+        self._wait_until_sent(slot)
         self._wait(state.incoming, f"the next plan of slot {slot}")
         payload = np.empty(payload_words(int(x) for x in state.header[2:6]), np.int64)
         if len(payload):
@@ -114,10 +128,14 @@ class MpiREnd:
         state = self._slots[slot]
         self._drain()
         state.times[0, state.layer] = time.perf_counter()
+        self._wait_until_sent(slot)
         self._wait(state.incoming, f"q, k, v of slot {slot}")
         self._wait(state.sent, f"the last output of slot {slot} to leave")
         assert state.incoming is not None and state.incoming.t_done is not None
-        state.times[1, state.layer] = state.incoming.t_done
+        if state.num_rows:
+            state.times[3, state.layer] = self._t_arrived
+            state.times[1, state.layer] = self._pass_in(state, state.incoming.t_done)
+            self._t_arrived = max(self._t_arrived, state.times[1, state.layer])  # one may be taken after a later one
         return state.qkv[: state.num_rows]
 
     def out_rows(self, slot: int) -> Rows:
@@ -125,15 +143,38 @@ class MpiREnd:
         return state.out[: state.num_rows]
 
     def send_out(self, slot: int) -> None:
-        state, comm, out_type = self._slots[slot], self._comms.slots[slot], self._comms.out_type
-        state.times[2, state.layer] = time.perf_counter()
-        send = [state.out, state.num_rows, out_type]
-        state.sent = self.progress.post(lambda: comm.Igatherv(send, None, root=S_RANK), send)
+        state = self._slots[slot]
+        now = state.times[2, state.layer] = time.perf_counter()
         state.layer += 1
+        if self._lanes is None or not state.num_rows:
+            self._send(slot)
+            return
+        leaves, state.is_held = self._lanes[1].passes(now, state.out[: state.num_rows].nbytes), True
+        self.progress.post_when(lambda: time.perf_counter() >= leaves, lambda: self._send(slot))
+
+    def _send(self, slot: int) -> None:
+        """Post the output, and the receive of what comes next on the same communicator."""
+        state, comm = self._slots[slot], self._comms.slots[slot]
+        send = [state.out, state.num_rows, self._comms.out_type]
+        state.sent = self.progress.post(lambda: comm.Igatherv(send, None, root=S_RANK), send)
+        state.is_held = False
         if state.layer < self.shape.num_layers:
             self._post_rows(slot)
         else:
             self._post_header(slot)
+
+    def _wait_until_sent(self, slot: int) -> None:
+        state = self._slots[slot]
+        if state.is_held:
+            self._wait_until(lambda: not state.is_held, f"a slow link to take the output of slot {slot}")
+
+    def _pass_in(self, state: _RSlot, t_done: float) -> float:
+        """When rows that came at `t_done` are there; on a slow link that is waited for."""
+        if self._lanes is None:
+            return t_done
+        arrives = self._lanes[0].passes(t_done, state.qkv[: state.num_rows].nbytes)
+        self._wait_until(lambda: time.perf_counter() >= arrives, "a slow link to bring q, k, v")
+        return arrives
 
     def wait_prefill(self, seq_ids: Ints | None = None) -> None:
         def arrived() -> bool:
@@ -160,7 +201,8 @@ class MpiREnd:
 
     def close(self) -> None:
         """End in order, after every slot has had its stop plan."""
-        for state in self._slots:
+        for slot, state in enumerate(self._slots):
+            self._wait_until_sent(slot)
             for pending in (state.sent, state.report_sent):
                 self.progress.wait(pending, "the last output and report to leave")
         self.progress.stop()

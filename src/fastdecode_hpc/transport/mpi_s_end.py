@@ -23,6 +23,7 @@ from fastdecode_hpc.transport.base import (
     report_words,
 )
 from fastdecode_hpc.transport.control import no_run
+from fastdecode_hpc.transport.link_times import clock_doubt, link_times
 from fastdecode_hpc.transport.mpi import MPI, S_RANK, World
 from fastdecode_hpc.transport.mpi_comms import Comms, WireShape
 from fastdecode_hpc.transport.mpi_progress import Pending, Progress
@@ -70,16 +71,34 @@ class _KvSend:
 
 
 class MpiSEnd:
-    """The S-worker's end (`transport.base.SEnd`)."""
+    """The S-worker's end (`transport.base.SEnd`).
 
-    def __init__(self, world: World, shape: WireShape, progress: Progress, clocks: list[tuple[float, float]]) -> None:
+    Parameters
+    ----------
+    world : World
+    shape : WireShape
+    progress : Progress
+    clocks : list of (float, float)
+        Of `World.align_clocks`.
+    aligned_s : float
+        When that was, by `time.perf_counter`.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        shape: WireShape,
+        progress: Progress,
+        clocks: list[tuple[float, float]],
+        aligned_s: float,
+    ) -> None:
         self.size = world.size
         self.shape = shape
         self.progress = progress
         self._world = world
         self._control = world.control
         self._comms = Comms(world, shape)
-        self._offsets = [offset for offset, _ in clocks]
+        self._clocks, self._aligned_s = clocks, aligned_s
         self._slots: dict[int, _SSlot] = {}
         self._kv_sends: deque[_KvSend] = deque()
         self._kv_bytes = 0
@@ -172,17 +191,37 @@ class MpiSEnd:
         state.report = None
         reports = {rank: decode_report(state.reports[rank]) for rank in range(1, self.size)}
         for rank, report in reports.items():
-            for times in (report.t_asked, report.t_arrived, report.t_posted):
-                times -= self._offsets[rank]
-        state.times = _transport_times(state, reports)
+            for times in report.layer_times:
+                times -= self._clocks[rank][0]
+        state.times = self._transport_times(state, reports)
         return reports
 
     def transport_times(self, slot: int) -> TransportTimes:
         return self._slots[slot].times
 
+    @property
+    def latencies(self) -> dict[int, float]:
+        return {rank: self._clocks[rank][1] for rank in range(1, self.size)}
+
     def layer_times(self, slot: int) -> tuple[list[float], list[float], list[float]]:
         state = self._slots[slot]
         return state.t_posted, state.t_asked, state.t_back
+
+    def _transport_times(self, state: _SSlot, reports: dict[int, StepReport]) -> TransportTimes:
+        """What the messages of the step took, from both sides' records."""
+        busy = {rank: report for rank, report in reports.items() if state.counts[rank]}
+        if not busy or not state.t_back:
+            return TransportTimes()
+        arrived = np.max([report.t_arrived for report in busy.values()], axis=0)
+        posted = np.max([report.t_posted for report in busy.values()], axis=0)
+        age = time.perf_counter() - self._aligned_s
+        out, asked, back = np.array(state.t_posted), np.array(state.t_asked), np.array(state.t_back)
+        return TransportTimes(
+            _overlap(out, arrived) + _overlap(posted, back),
+            _overlap(np.maximum(asked, posted), back),
+            {rank: _overlap(np.maximum(report.t_asked, out), report.t_arrived) for rank, report in busy.items()},
+            link_times(out, busy, self.latencies, {rank: clock_doubt(*self._clocks[rank], age) for rank in busy}),
+        )
 
     @property
     def t_wait(self) -> float:
@@ -200,21 +239,6 @@ class MpiSEnd:
         self._world.barrier("all ranks to end this run")
         self.describe_with(no_run)
         self._comms.free()
-
-
-def _transport_times(state: _SSlot, reports: dict[int, StepReport]) -> TransportTimes:
-    """What the messages of the step took, from both sides' records."""
-    busy = {rank: report for rank, report in reports.items() if state.counts[rank]}
-    if not busy or not state.t_back:
-        return TransportTimes()
-    arrived = np.max([report.t_arrived for report in busy.values()], axis=0)
-    posted = np.max([report.t_posted for report in busy.values()], axis=0)
-    out, asked, back = np.array(state.t_posted), np.array(state.t_asked), np.array(state.t_back)
-    return TransportTimes(
-        _overlap(out, arrived) + _overlap(posted, back),
-        _overlap(np.maximum(asked, posted), back),
-        {rank: _overlap(np.maximum(report.t_asked, out), report.t_arrived) for rank, report in busy.items()},
-    )
 
 
 def _ranks_of(counts: npt.NDArray[np.int32]) -> str:

@@ -1,0 +1,281 @@
+"""Shares of R-workers: from what they cost, and what these costs are found to be."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fastdecode_hpc.config import ConfigError, RunConfig
+from fastdecode_hpc.schedule.shares import MEASURED, PROFILE, TOLD, Shares
+from fastdecode_hpc.schedule.speeds import MIN_STEPS, LinkSpeeds, WorkerSpeeds, link_s
+from fastdecode_hpc.schedule.worker_costs import WorkerCost, deal_rows, ideal_shares, told_costs
+from fastdecode_hpc.timing import RankTimes, StepTimes
+from fastdecode_hpc.transport.base import StepReport
+from fastdecode_hpc.transport.link_times import CLOCK_DRIFT, clock_doubt, link_times
+
+NUM_LAYERS, BACK = 4, 0.5
+costs_of_one = st.builds(WorkerCost, st.floats(1e-6, 1e-4), st.floats(0, 1e-3), st.floats(0, 1e-2))
+
+
+def seconds(cost: WorkerCost, rows: float, context: float) -> float:
+    return cost.link_s(rows) + rows * context * cost.token_s if rows else 0.0
+
+
+# ---- dealing rows
+
+
+@given(st.lists(costs_of_one, min_size=1, max_size=3), st.integers(1, 12), st.integers(1, 50))
+@settings(max_examples=80)
+def test_rows_are_dealt_out_as_well_as_by_trying_all_ways(costs, num_rows: int, context: int) -> None:
+    rows = deal_rows(costs, num_rows, context)
+    assert rows.sum() == num_rows and rows.min() >= 0
+    best = min(
+        max(seconds(cost, count, context) for cost, count in zip(costs, way, strict=True))
+        for way in itertools.product(range(num_rows + 1), repeat=len(costs))
+        if sum(way) == num_rows
+    )
+    mine = max(seconds(cost, count, context) for cost, count in zip(costs, rows.tolist(), strict=True))
+    one_row = max(cost.row_s + context * cost.token_s for cost in costs)
+    assert best <= mine * (1 + 1e-9) and mine <= best + one_row * (1 + 1e-9)  # rows are whole
+
+
+@given(st.integers(0, 40), st.integers(1, 7), costs_of_one)
+def test_equal_workers_get_rows_in_turn(num_rows: int, num_workers: int, cost: WorkerCost) -> None:
+    counts = np.bincount(np.arange(num_rows) % num_workers, minlength=num_workers)
+    assert deal_rows([cost] * num_workers, num_rows, 100).tolist() == counts.tolist()
+
+
+def test_all_that_have_rows_take_equally_long() -> None:
+    costs = {1: WorkerCost(1e-6, 1e-4, 1e-3), 2: WorkerCost(2e-6, 5e-4, 0.0), 3: WorkerCost(1e-6, 1e-4, 1.0)}
+    shares = ideal_shares(costs, 60, 100)
+    assert shares[3] == 0  # its latency alone is longer than what the others take
+    assert shares[1] + shares[2] == pytest.approx(1)
+    assert seconds(costs[1], 60 * shares[1], 100) == pytest.approx(seconds(costs[2], 60 * shares[2], 100))
+
+
+def test_a_link_five_times_slower_gets_a_fifth_where_only_links_matter() -> None:
+    costs = {1: WorkerCost(1e-12, 1.0), 2: WorkerCost(1e-12, 1.0), 3: WorkerCost(1e-12, 5.0)}
+    assert ideal_shares(costs, 1000, 10)[3] == pytest.approx(1 / 11, rel=1e-6)
+
+
+def test_shares_in_numbers_are_costs_the_other_way_round() -> None:
+    assert told_costs("auto", (1, 2)) == told_costs("equal", (1, 2)) == {}
+    assert ideal_shares(told_costs("1,1,2", (1, 2, 3)), 40, 7) == pytest.approx({1: 0.25, 2: 0.25, 3: 0.5})
+    with pytest.raises(ConfigError, match="a number for each R-worker: 3"):
+        told_costs("1,2", (1, 2, 3))
+
+
+def test_a_profile_goes_with_shares_that_are_measured() -> None:
+    with pytest.raises(ConfigError, match="leave one of the two out"):
+        RunConfig(profile="p.json", r_worker_weights="1,2")
+
+
+# ---- what is seen of a link
+
+
+def seen(posted, asked, arrived, before=0.0, latency=0.0) -> float:
+    columns = np.broadcast_arrays(*(np.atleast_1d(np.asarray(x, float)) for x in (posted, asked, arrived, before)))
+    return float(link_s(*columns, latency))
+
+
+def test_a_worker_that_waits_sees_when_a_message_comes() -> None:
+    assert seen(10.0, 9.0, 12.0) == pytest.approx(2)
+    assert seen(10.0, 11.0, 12.0) == pytest.approx(2)  # it began to wait on the way
+    assert seen([10.0, 20.0, 30.0], [9.0, 19.0, 29.0], [12.0, 25.0, 33.0]) == pytest.approx(3)
+
+
+def test_a_worker_that_was_busy_sees_nothing() -> None:
+    assert math.isnan(seen(10.0, 15.0, 15.001))
+    assert seen([10.0, 20.0], [15.0, 19.0], [15.0, 21.0]) == pytest.approx(1)  # of the other layer
+
+
+def test_a_message_that_waited_for_the_one_before_took_no_longer() -> None:
+    assert seen(10.0, 15.2, 20.0, before=15.0) == pytest.approx(5)
+    # Two on the way at a time, on a link that is late by 5: the second one took no less.
+    assert seen(12.5, 15.0, 17.5, before=15.0, latency=5.0) == pytest.approx(5)
+
+
+def test_columns_of_many_workers_are_seen_at_once() -> None:
+    posted, asked = np.array([[1.0, 1.0], [2.0, 2.0]]), np.array([[0.0, 5.0], [0.0, 5.0]])
+    found = link_s(posted, asked, np.array([[2.0, 5.0], [3.0, 5.0]]), np.zeros((2, 2)), 0.0)
+    assert found[0] == pytest.approx(1) and math.isnan(found[1])
+
+
+def report(delay: float) -> StepReport:
+    times = np.arange(1.0, 4.0)
+    return StepReport(0.0, 0.0, 0.0, 0, False, times - 0.5, times + delay, times + delay + 0.1, times - 0.6)
+
+
+def test_links_are_told_as_far_as_clocks_can_tell() -> None:
+    reports, posted = {1: report(1e-3), 2: report(20e-3)}, np.arange(1.0, 4.0)
+    latencies = dict.fromkeys(reports, 1e-5)
+    assert link_times(posted, reports, latencies, {1: 1e-5, 2: 1e-5}) == pytest.approx({1: 1e-3, 2: 20e-3})
+    # A fifth of the longest is 4 ms: the clock of rank 1 can't say any more.
+    assert link_times(posted, reports, latencies, {1: 5e-3, 2: 1e-5}) == pytest.approx({2: 20e-3})
+    assert link_times(posted, {}, {}, {}) == {}
+
+
+def test_clocks_of_one_host_stay_as_they_are_and_others_drift() -> None:
+    assert clock_doubt(3e-6, 20e-6, 3600.0) == 20e-6
+    assert clock_doubt(5000.0, 20e-6, 100.0) == pytest.approx(20e-6 + 100 * CLOCK_DRIFT)
+
+
+# ---- speeds
+
+
+def test_speeds_need_enough_of_every_worker_and_outlast_steps_without_rows() -> None:
+    speeds = WorkerSpeeds([1, 2])
+    for _ in range(10):
+        speeds.add(1, 1000, 0.1)
+    assert speeds.token_s() == {}
+    for _ in range(10):
+        speeds.add(2, 1000, 0.2)
+    before = speeds.token_s()
+    assert before == pytest.approx({1: 1e-4, 2: 2e-4})
+    for _ in range(5000):  # one without rows for long is not forgotten: its share would come and go
+        speeds.add(1, 1000, 0.1)
+        speeds.add(2, 0, 1e-6)
+    assert speeds.token_s()[2] == pytest.approx(before[2])
+
+
+@given(st.floats(0, 1e-3), st.floats(1e-6, 1e-3), st.integers(10, 100))
+@settings(max_examples=40)
+def test_latency_and_rate_are_told_apart_where_rows_differ(latency: float, row_s: float, rows: int) -> None:
+    links = LinkSpeeds([1], {})
+    for step in range(2 * MIN_STEPS):
+        count = rows if step % 2 else 3 * rows
+        links.add(1, count, latency + count * row_s)
+    assert links.known()[1] == pytest.approx((latency, row_s), rel=1e-3, abs=1e-8)
+
+
+def test_without_differing_rows_the_latency_is_the_one_that_is_known() -> None:
+    links = LinkSpeeds([1, 2], {1: 1e-3})
+    for _ in range(MIN_STEPS):
+        links.add(1, 10, 3e-3)
+    assert links.known() == {1: pytest.approx((1e-3, 2e-4))}  # nothing was seen of the other
+
+
+def test_a_late_link_that_is_not_slow_keeps_its_rows() -> None:
+    """Its messages take 5 ms whatever is in them; the fewer rows it got, the slower it would look by the row."""
+    links, rows = LinkSpeeds([1, 2], {}), {1: 20.0, 2: 20.0}
+    for _ in range(3000):
+        for rank, latency in ((1, 0.0), (2, 5e-3)):
+            if rows[rank]:
+                links.add(rank, rows[rank], latency + rows[rank] * 1e-4)
+        known = links.known()
+        if len(known) == 2:
+            costs = {rank: WorkerCost(1e-6, row_s, late) for rank, (late, row_s) in known.items()}
+            wanted = ideal_shares(costs, 120, 100)
+            # Sequences end slowly.
+            rows = {rank: rows[rank] + 0.02 * (120 * wanted[rank] - rows[rank]) for rank in rows}
+    late = (120 * 2e-4 - 5e-3) / 2 / 2e-4 / 120  # where 5 ms + rows * 0.2 ms equal the other's rows * 0.2 ms
+    assert rows[2] / 120 == pytest.approx(late, abs=0.06)
+
+
+# ---- shares
+
+
+def step(*ranks: tuple[float, float, float, float]) -> StepTimes:
+    """Tokens, rows, seconds of attention and of q, k, v of a layer on their way, for ranks 1, 2, ..."""
+    times = StepTimes(0, 0, 0.0, num_rows=round(sum(rank[1] for rank in ranks)), load_tokens=0, prefill_tokens=0)
+    times.ranks = {
+        number: RankTimes(t_r_part, 0.0, 0.0, 0, round(tokens), num_rows=round(rows), t_link=t_link)
+        for number, (tokens, rows, t_r_part, t_link) in enumerate(ranks, start=1)
+    }
+    return times
+
+
+def make_shares(text: str = "auto", **options) -> Shares:
+    return Shares(text, (1, 2, 3), num_layers=NUM_LAYERS, back_ratio=BACK, **options)
+
+
+def test_links_that_are_alike_change_nothing() -> None:
+    """As without links: a share follows attention alone."""
+    with_links, without = make_shares(), make_shares()
+    for count in range(100):
+        noise = 1 + 0.2 * (count % 2)
+        rows = [(1000, 10, t_r_part, 1e-2 * noise) for t_r_part in (0.1, 0.1, 0.2)]
+        with_links.observe(step(*rows))
+        without.observe(step(*((*row[:3], math.nan) for row in rows)))
+    assert with_links.costs == without.costs
+    assert with_links.costs[1].row_s == 0
+    assert with_links.ideal() == pytest.approx({1: 0.4, 2: 0.4, 3: 0.2}, rel=1e-6)
+    assert with_links.source == MEASURED
+    assert "rank 3 20.0% (attention 2.0 times as long as the fastest)" in with_links.describe()
+
+
+def test_equal_workers_say_nothing() -> None:
+    shares = make_shares()
+    assert shares.describe() == ""
+    for _ in range(100):
+        shares.observe(step(*[(1000, 10, 0.1, 1e-3)] * 3))
+    assert shares.describe() == ""
+
+
+def test_a_slow_link_costs_its_rows_both_ways_in_all_layers() -> None:
+    shares = make_shares()
+    for _ in range(MIN_STEPS):
+        shares.observe(step((1000, 10, 0.1, 1e-3), (1000, 10, 0.1, 1e-3), (1000, 10, 0.1, 5e-3)))
+    assert {rank: cost.row_s for rank, cost in shares.costs.items()} == pytest.approx(
+        {1: NUM_LAYERS * 1e-4 * 1.5, 2: NUM_LAYERS * 1e-4 * 1.5, 3: NUM_LAYERS * 5e-4 * 1.5}
+    )
+    assert shares.costs[1].token_s == pytest.approx(1e-4)
+    assert "rank 3 " in shares.describe() and "(link 5.0 times as long as the fastest)" in shares.describe()
+    assert shares.ideal()[3] < 0.32 < shares.ideal()[1]
+
+
+def test_a_link_that_was_not_seen_counts_as_the_fastest() -> None:
+    shares = make_shares()
+    for _ in range(MIN_STEPS):
+        shares.observe(step((1000, 10, 0.1, 1e-3), (1000, 10, 0.1, math.nan), (1000, 10, 0.1, 5e-3)))
+    assert shares.costs[1].row_s == shares.costs[2].row_s < shares.costs[3].row_s
+    shares = make_shares()
+    for _ in range(MIN_STEPS):  # one alone can't be compared
+        shares.observe(step((1000, 10, 0.1, math.nan), (1000, 10, 0.1, math.nan), (1000, 10, 0.1, 5e-3)))
+    assert not any(cost.row_s for cost in shares.costs.values())
+
+
+def test_attention_too_short_to_be_compared_counts_the_same_everywhere() -> None:
+    shares = make_shares()
+    for count in range(MIN_STEPS):
+        shares.observe(step((10, 10, 1e-6 * (count % 3), 1e-3), (10, 10, 1e-6, 1e-3), (10, 10, 1e-6, 5e-3)))
+    assert len({cost.token_s for cost in shares.costs.values()}) == 1
+    assert shares.ideal()[3] == pytest.approx(1 / 11, rel=0.02)
+
+
+def test_links_near_the_border_do_not_go_back_and_forth() -> None:
+    shares, states = make_shares(), []
+    for count in range(4000):  # swings of more than its mean between 1.4 and 1.6 times
+        slow = (1.42, 1.6)[count // 1000 % 2] * 1e-3
+        shares.observe(step((1000, 10, 0.1, 1e-3), (1000, 10, 0.1, 1e-3), (1000, 10, 0.1, slow)))
+        states.append(any(cost.row_s for cost in shares.costs.values()))
+    assert sum(a != b for a, b in itertools.pairwise(states)) == 1
+
+
+def test_a_profile_counts_until_something_is_measured() -> None:
+    start = {1: WorkerCost(1e-4, 1e-3), 2: WorkerCost(1e-4, 1e-3), 3: WorkerCost(1e-4, 5e-3)}
+    shares = make_shares(start=start)
+    assert shares.source == PROFILE and shares.costs == start
+    for _ in range(MIN_STEPS):  # in truth the first one is slow
+        shares.observe(step((1000, 10, 0.1, 5e-3), (1000, 10, 0.1, 1e-3), (1000, 10, 0.1, 1e-3)))
+    assert shares.source == MEASURED
+    assert shares.costs[1].row_s > 2 * shares.costs[3].row_s
+
+
+def test_a_profile_of_like_links_is_about_attention_alone() -> None:
+    shares = make_shares(start={rank: WorkerCost(1e-4 * rank, 1e-3) for rank in (1, 2, 3)})
+    assert shares.costs == {rank: WorkerCost(1e-4 * rank) for rank in (1, 2, 3)}
+
+
+@pytest.mark.parametrize("text", ["equal", "1,1,2"])
+def test_what_was_told_is_not_measured(text: str) -> None:
+    shares = make_shares(text, start={rank: WorkerCost(1.0 * rank) for rank in (1, 2, 3)})
+    before = dict(shares.costs)
+    for _ in range(100):
+        shares.observe(step((1000, 10, 0.1, 1e-3), (1000, 10, 0.5, 1e-3), (1000, 10, 0.1, 5e-3)))
+    assert shares.costs == before
+    assert (shares.source == TOLD) == (text != "equal")
+    assert "(" not in shares.describe()
