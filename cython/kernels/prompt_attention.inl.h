@@ -202,7 +202,7 @@ template <int deep, int wide>
 struct PanelSums {
   Vec at[deep][wide];
 
-  // step(i, v, sum) is the new sum.
+  // step(at, sum) is the new sum, `at` where it lies among [deep, kPanelRows].
   template <class Step>
   __attribute__((always_inline)) void each(Step step) {
 #pragma GCC unroll 8
@@ -304,7 +304,8 @@ int clamp(std::int64_t x, std::int64_t low, std::int64_t high) {
   return static_cast<int>(x < low ? low : x > high ? high : x);
 }
 
-// A panel's rows, from `row` on, with the block of keys that begins at token `block`.
+// A panel's rows, from `row` on, with the block of keys that begins at token `block`. Where V `is_finite`, what a row
+// does not see adds its weight of 0; else it has to be left out.
 template <class N, int wide>
 void attend_block(const PromptTask& task, const PromptWorkspace& panel, std::int64_t row, std::int64_t block,
                   bool is_finite) {
@@ -331,7 +332,7 @@ void attend_block(const PromptTask& task, const PromptWorkspace& panel, std::int
     return N::add_seen(word, x, sum, sight, k, v);
   };
   const auto add_all = [](float word, Vec x, Vec sum, int, int) { return N::add_product(word, x, sum); };
-  if (is_finite) return add_values<N, wide>(panel, args.head_dim, seen, add_all);  // what is not seen has weight 0
+  if (is_finite) return add_values<N, wide>(panel, args.head_dim, seen, add_all);
   add_values<N, wide>(panel, args.head_dim, older, add_seen);
   add_values<N, wide>(panel, args.head_dim, {full_first, full_stop}, add_all);
   add_values<N, wide>(panel, args.head_dim, newer, add_seen);
