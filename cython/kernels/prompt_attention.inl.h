@@ -67,6 +67,8 @@ struct Single {
     store(scores + word * kPanelRows, weight);
     return add(sum, weight);
   }
+  // 0 times each number of some words, added to `sum`: NaN if one is not finite.
+  static Vec add_zeros(Vec words, Vec sum) { return fma(words, broadcast(0.0f), sum); }
 };
 
 #ifdef __AVX512BF16__
@@ -111,6 +113,9 @@ struct Pair {
     const Vec weights = round_pair(low, high);
     store(scores + word * kPanelRows, weights);
     return add(sum, add(low_of_pair(weights), high_of_pair(weights)));
+  }
+  static Vec add_zeros(Vec words, Vec sum) {
+    return Single::add_zeros(low_of_pair(words), Single::add_zeros(high_of_pair(words), sum));
   }
 };
 #endif
@@ -200,7 +205,7 @@ template <int deep, int wide>
 struct PanelSums {
   Vec at[deep][wide];
 
-  // step(i, v, sum) is the new sum.
+  // step(at, sum) is the new sum, `at` where it lies among [deep, kPanelRows].
   template <class Step>
   __attribute__((always_inline)) void each(Step step) {
 #pragma GCC unroll 8
@@ -292,7 +297,7 @@ void weigh_panel(const PromptWorkspace& panel, int head_dim, Tokens tokens) {
     const Vec factor = exp_nonpositive(sub(before, base));
     store(total_at, add(mul(load(total_at), factor), sum));
     store(largest_at, largest);
-    if (reduce_max(abs(sub(factor, broadcast(1.0f)))) == 0.0f) continue;
+    if (reduce_add(sub(factor, broadcast(1.0f))) == 0.0f) continue;  // all are 1: none is above it, and NaN stays
     float* sums = panel.sums + v * Vec::width;
     for (int d = 0; d < head_dim; ++d) store(sums + d * kPanelRows, mul(load(sums + d * kPanelRows), factor));
   }
@@ -302,9 +307,11 @@ int clamp(std::int64_t x, std::int64_t low, std::int64_t high) {
   return static_cast<int>(x < low ? low : x > high ? high : x);
 }
 
-// A panel's rows, from `row` on, with the block of keys that begins at token `block`.
+// A panel's rows, from `row` on, with the block of keys that begins at token `block`. Where V `is_finite`, what a row
+// does not see adds its weight of 0; else it has to be left out.
 template <class N, int wide>
-void attend_block(const PromptTask& task, const PromptWorkspace& panel, std::int64_t row, std::int64_t block) {
+void attend_block(const PromptTask& task, const PromptWorkspace& panel, std::int64_t row, std::int64_t block,
+                  bool is_finite) {
   const PromptArgs& args = task.args;
   const std::int64_t first = task.query_of(row), last = task.query_of(row + wide * Vec::width - 1);
   const std::int64_t newest = task.position() - block;  // of the task's first query, counted in the block
@@ -324,11 +331,11 @@ void attend_block(const PromptTask& task, const PromptWorkspace& panel, std::int
   hide<wide>(panel, sight, older);
   hide<wide>(panel, sight, newer);
   weigh_panel<N, wide>(panel, args.head_dim, seen);
-  // A weight of 0 would not keep an infinite V from a row that does not see it.
   const auto add_seen = [&](float word, Vec x, Vec sum, int k, int v) {
     return N::add_seen(word, x, sum, sight, k, v);
   };
   const auto add_all = [](float word, Vec x, Vec sum, int, int) { return N::add_product(word, x, sum); };
+  if (is_finite) return add_values<N, wide>(panel, args.head_dim, seen, add_all);
   add_values<N, wide>(panel, args.head_dim, older, add_seen);
   add_values<N, wide>(panel, args.head_dim, {full_first, full_stop}, add_all);
   add_values<N, wide>(panel, args.head_dim, newer, add_seen);
@@ -374,6 +381,17 @@ void end_task(const PromptTask& task, const PromptWorkspace& workspace) {
   }
 }
 
+// Whether V of some tokens of a block has neither infinite values nor NaN.
+template <class N>
+bool are_finite(const float* values, Tokens tokens, int head_dim) {
+  const float* first = values + std::int64_t{tokens.first / N::together} * head_dim;
+  const float* stop = values + std::int64_t{(tokens.stop + N::together - 1) / N::together} * head_dim;
+  Vec sum = broadcast(0.0f);
+  over_vectors(stop - first,
+               [&](std::int64_t i, std::int64_t left) { sum = N::add_zeros(load_some(first + i, left), sum); });
+  return reduce_add(sum) == 0.0f;
+}
+
 template <class T>
 void attend_task(const PromptTask& task, float* floats) {
   using N = typename NumbersOf<T>::Type;
@@ -391,15 +409,16 @@ void attend_task(const PromptTask& task, float* floats) {
     }
     N::template load_values<T>(args.values + offset + block * args.value_row_bytes, args.value_row_bytes, tokens,
                                args.head_dim, workspace.values);
+    const bool is_finite = are_finite<N>(workspace.values, tokens, args.head_dim);
     for (std::int64_t p = 0; p < task.num_panels(); ++p) {
       const std::int64_t row = p * kPanelRows, vecs = (task.num_rows() - row + Vec::width - 1) / Vec::width;
       const PromptWorkspace panel = workspace.of(p, args.head_dim);
       if (vecs >= kWide) {
-        attend_block<N, kWide>(task, panel, row, block);
+        attend_block<N, kWide>(task, panel, row, block, is_finite);
       } else if (vecs == 2) {
-        attend_block<N, 2>(task, panel, row, block);
+        attend_block<N, 2>(task, panel, row, block, is_finite);
       } else {
-        attend_block<N, 1>(task, panel, row, block);
+        attend_block<N, 1>(task, panel, row, block, is_finite);
       }
     }
   }
