@@ -29,8 +29,8 @@ from fastdecode_hpc.files import write_json
 from fastdecode_hpc.model_files import resolve_model
 from fastdecode_hpc.s_part.forced import TokenScores, forced_pass, score_passes
 from fastdecode_hpc.s_part.model import SPart
-from fastdecode_hpc.s_part.products import pack_head, pack_layer
-from fastdecode_hpc.s_part.weights import LayerWeights, load_weights, read_model_config
+from fastdecode_hpc.s_part.products import pack_part
+from fastdecode_hpc.s_part.weights import LayerWeights, Weights, load_weights, read_model_config
 from fastdecode_hpc.s_part.wire import TORCH_DTYPES
 from fastdecode_hpc.tokenizer import Tokenizer
 
@@ -54,14 +54,12 @@ def build(types: Types, args: argparse.Namespace) -> SPart:
     path, cpu, dtype = resolve_model(args.model), torch.device("cpu"), TORCH_DTYPES[types.dtype]
     model, random = read_model_config(path), torch.Generator().manual_seed(0)
 
-    def finish(layer: LayerWeights) -> None:
-        for name in layer.matrices():
-            dither(getattr(layer, name), args.dither, random)
-        pack_layer(layer, types.weight_dtype)
+    def finish(part: Weights | LayerWeights) -> None:
+        for name in ["lm_head"] if isinstance(part, Weights) else part.matrices():
+            dither(getattr(part, name), args.dither, random)
+        pack_part(part, types.weight_dtype)
 
     weights = load_weights(path, model, dtype=dtype, device=cpu, finish=finish)
-    dither(weights.lm_head, args.dither, random)
-    pack_head(weights, types.weight_dtype)
     return SPart(model, weights, device=cpu, dtype=dtype, batch_invariant=False, max_positions=args.context)
 
 

@@ -114,6 +114,8 @@ def test_layers_are_grouped_by_what_their_attention_is_told(tmp_path: Path) -> N
         ("qwen3-moe", {"mlp_only_layers": [1]}, r"mlp_only_layers is \[1\]"),
         ("qwen3-moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
         ("qwen3-moe", {"num_experts_per_tok": 9}, "experts per token is 9; it must be a whole number of at least 1"),
+        ("gpt-oss", {"quantization_config": {"quant_method": "mxfp4"}}, r"quantization_config \(mxfp4\)"),
+        ("gpt-oss", {"swiglu_limit": 6.0}, "swiglu_limit is 6.0; of gpt_oss only 7.0 is supported"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
         ("gemma2", {"query_pre_attn_scalar": -1.0}, r"query_pre_attn_scalar is -1\.0; it must be above 0"),
         ("gemma2", {"layer_types": ["linear_attention"] * 4}, "layers of type linear_attention"),

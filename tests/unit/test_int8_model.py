@@ -14,7 +14,7 @@ from fastdecode_hpc.model_shape import Experts, ModelConfig
 from fastdecode_hpc.s_part.build import build_s_part
 from fastdecode_hpc.s_part.int8_weights import Int8Weight
 from fastdecode_hpc.s_part.model import SPart
-from fastdecode_hpc.s_part.products import pack_head, pack_layer, unpacked
+from fastdecode_hpc.s_part.products import pack_part, unpacked
 from fastdecode_hpc.s_part.reference import Reference
 from fastdecode_hpc.s_part.weight_tensors import LayerWeights, Weights
 from fastdecode_hpc.s_part.weights import dummy_weights, load_weights, read_model_config
@@ -33,10 +33,7 @@ models = pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
 
 
 def make_weights(config: ModelConfig, weight_dtype: str, dtype: torch.dtype = torch.float32) -> Weights:
-    finish = partial(pack_layer, weight_dtype=weight_dtype)
-    weights = dummy_weights(config, dtype=dtype, device=CPU, finish=finish)
-    pack_head(weights, weight_dtype)
-    return weights
+    return dummy_weights(config, dtype=dtype, device=CPU, finish=partial(pack_part, weight_dtype=weight_dtype))
 
 
 def make_s_part(config: ModelConfig, weights: Weights, *, batch_invariant: bool = False) -> SPart:
@@ -131,12 +128,12 @@ def test_a_layer_is_packed_before_the_next_one_is_read(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, "llama-mha")
     config, seen = read_model_config(path), []
 
-    def finish(layer: LayerWeights) -> None:
-        pack_layer(layer, "int8")
-        seen.append(layer)
+    def finish(part: Weights | LayerWeights) -> None:
+        pack_part(part, "int8")
+        seen.append(part)
 
     weights = load_weights(path, config, dtype=torch.float32, device=CPU, finish=finish)
-    assert seen == list(weights.layers)
+    assert [id(part) for part in seen] == [id(part) for part in (weights, *weights.layers)]
 
 
 def test_on_a_gpu_they_are_refused() -> None:

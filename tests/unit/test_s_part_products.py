@@ -9,7 +9,7 @@ from fastdecode_hpc.config import RunConfig
 from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.s_part import products
 from fastdecode_hpc.s_part.model import SPart
-from fastdecode_hpc.s_part.products import linear, pack, pack_head, pack_layer, unpacked
+from fastdecode_hpc.s_part.products import linear, pack, pack_part, unpacked
 from fastdecode_hpc.s_part.weights import dummy_weights
 from fastdecode_hpc.setup import weights_on_host
 
@@ -18,9 +18,8 @@ MODEL = ModelConfig(100, 64, 96, num_layers=2, num_heads=4, num_kv_heads=2, head
 
 
 def pack_weights(weights):
-    for layer in weights.layers:
-        pack_layer(layer)
-    pack_head(weights)
+    for part in (weights, *weights.layers):
+        pack_part(part)
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:

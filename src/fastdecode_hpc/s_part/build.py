@@ -14,7 +14,7 @@ from fastdecode_hpc.config import ConfigError, RunConfig
 from fastdecode_hpc.host import keep_freed_memory
 from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.s_part.model import SPart
-from fastdecode_hpc.s_part.products import pack_head, pack_layer
+from fastdecode_hpc.s_part.products import pack_part
 from fastdecode_hpc.s_part.weights import checkpoint_dtype, dummy_weights, load_weights
 from fastdecode_hpc.s_part.wire import TORCH_DTYPES
 
@@ -64,7 +64,7 @@ def build_s_part(
     device = choose_device(run.device)
     dtype = TORCH_DTYPES[choose_dtype(run.dtype, device, None if run.load_format == "dummy" else path)]
     started = time.perf_counter()
-    finish = partial(pack_layer, weight_dtype=run.weight_dtype)  # layer by layer: one is in memory twice at a time
+    finish = partial(pack_part, weight_dtype=run.weight_dtype)  # layer by layer: one is in memory twice at a time
     if run.load_format == "dummy":
         weights = dummy_weights(model, dtype=dtype, device=device, seed=run.seed, finish=finish)
     else:
@@ -72,7 +72,6 @@ def build_s_part(
         weights = load_weights(
             path, model, dtype=dtype, device=device, first_layers=first, progress=progress, finish=finish
         )
-    pack_head(weights, run.weight_dtype)
     keep_freed_memory()  # only now: the weights as they were read are given back
     logger.info("weights ready in %.1f s", time.perf_counter() - started)
     invariant = device.type == "cpu" if run.batch_invariant is None else run.batch_invariant

@@ -65,29 +65,27 @@ def unpacked(weight: Matrix | Sequence[Matrix]) -> Tensor:
     return weight.to_dense() if weight.is_mkldnn else weight
 
 
-def pack_layer(layer: LayerWeights, weight_dtype: str = "auto") -> None:
-    """Pack a layer's matrices in place, experts one by one; the router stays in floats.
+def pack_part(part: Weights | LayerWeights, weight_dtype: str = "auto") -> None:
+    """Pack matrices in place: the head, or those of a layer, where experts are packed one by one.
+
+    A router stays in floats. A head that is the embedding, whose rows are looked up, is a copy if it is in floats.
 
     Parameters
     ----------
-    layer : LayerWeights
+    part : Weights or LayerWeights
+        As `load_weights` gives them to its `finish`.
     weight_dtype : str
         ``auto``: they keep their type; ``int8``.
     """
-    for name in layer.matrices():
-        value, into = getattr(layer, name), pack if name == "router" else _PACKERS[weight_dtype]
-        setattr(layer, name, into(value) if value.ndim == 2 else [into(expert) for expert in value])
-
-
-def pack_head(weights: Weights, weight_dtype: str = "auto") -> None:
-    """Pack the head in place.
-
-    Where it is the embedding, whose rows are looked up, a packed one in floats is a copy.
-    """
-    is_tied = weights.lm_head is weights.embedding
-    weights.lm_head = _PACKERS[weight_dtype](weights.lm_head)
-    if is_tied and isinstance(weights.lm_head, Int8Weight):
-        weights.embedding = weights.lm_head
+    pack_one = _PACKERS[weight_dtype]
+    if isinstance(part, Weights):
+        is_tied, part.lm_head = part.lm_head is part.embedding, pack_one(part.lm_head)
+        if is_tied and isinstance(part.lm_head, Int8Weight):
+            part.embedding = part.lm_head
+        return
+    for name in part.matrices():
+        value, into = getattr(part, name), pack if name == "router" else pack_one
+        setattr(part, name, into(value) if value.ndim == 2 else [into(expert) for expert in value])
 
 
 _PACKERS: dict[str, Callable[[Tensor], Matrix]] = {"auto": pack, "int8": Int8Weight}

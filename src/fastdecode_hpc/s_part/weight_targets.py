@@ -25,14 +25,14 @@ class Target(NamedTuple):
 
 def list_targets(config: ModelConfig, names: WeightNames, weights: Weights) -> list[Target]:
     """Every tensor that a checkpoint of this model holds."""
-    return [target for _, targets in list_by_layer(config, names, weights) for target in targets]
+    return [target for _, targets in list_by_part(config, names, weights) for target in targets]
 
 
-def list_by_layer(
+def list_by_part(
     config: ModelConfig, names: WeightNames, weights: Weights
-) -> Iterator[tuple[LayerWeights | None, list[Target]]]:
-    """Those outside layers, then those of each layer, with that layer; looked at one after the other."""
-    yield None, list(_outside(names, weights))
+) -> Iterator[tuple[Weights | LayerWeights, list[Target]]]:
+    """Those outside layers, with all weights, then those of each layer, with that layer."""
+    yield weights, list(_outside(names, weights))
     for index, layer in enumerate(weights.layers):
         yield layer, list(_layer(config, names, names.prefix + names.layer.format(index), layer))
 

@@ -22,7 +22,7 @@ from fastdecode_hpc.s_part.checkpoint import (
     open_checkpoint,
     read_model_config,
 )
-from fastdecode_hpc.s_part.weight_targets import Target, list_by_layer, list_targets
+from fastdecode_hpc.s_part.weight_targets import Target, list_by_part, list_targets
 from fastdecode_hpc.s_part.weight_tensors import LayerWeights, Weights, allocate
 
 __all__ = [
@@ -46,7 +46,7 @@ def load_weights(
     device: torch.device,
     first_layers: bool = False,
     progress: Callable[[int, int], None] | None = None,
-    finish: Callable[[LayerWeights], None] | None = None,
+    finish: Callable[[Weights | LayerWeights], None] | None = None,
 ) -> Weights:
     """Read all weights of a checkpoint.
 
@@ -61,7 +61,7 @@ def load_weights(
     progress : callable, optional
         Called after every tensor with the bytes of weights in place and their total.
     finish : callable, optional
-        Called with every layer that is complete, and may replace its tensors.
+        Called with all weights once those outside layers are there, then with each layer; may replace their tensors.
 
     Raises
     ------
@@ -76,14 +76,14 @@ def load_weights(
     _check_names(path, checkpoint, present, wanted)
     weights = allocate(config, dtype, device)
     done_bytes, total_bytes = 0, weights.size_bytes
-    for layer, targets in list_by_layer(config, names, weights):
+    for part, targets in list_by_part(config, names, weights):
         for target in targets:
             _fill(target, checkpoint)
             done_bytes += target.place.numel() * target.place.element_size()
             if progress is not None:
                 progress(done_bytes, total_bytes)
-        if layer is not None and finish is not None:
-            finish(layer)
+        if finish is not None:
+            finish(part)
     return weights
 
 
@@ -93,7 +93,7 @@ def dummy_weights(
     dtype: torch.dtype,
     device: torch.device,
     seed: int = 0,
-    finish: Callable[[LayerWeights], None] | None = None,
+    finish: Callable[[Weights | LayerWeights], None] | None = None,
 ) -> Weights:
     """Random weights that keep activations near unit size, for benchmarks without a checkpoint.
 
@@ -101,11 +101,11 @@ def dummy_weights(
     """
     weights = allocate(config, dtype, device)
     generator = torch.Generator(device).manual_seed(seed)
-    for layer, targets in list_by_layer(config, BY_NAME[config.architecture].names, weights):
+    for part, targets in list_by_part(config, BY_NAME[config.architecture].names, weights):
         for target in targets:
             _fill_randomly(target, config, generator)
-        if layer is not None and finish is not None:
-            finish(layer)
+        if finish is not None:
+            finish(part)
     return weights
 
 
