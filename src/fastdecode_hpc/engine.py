@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from fastdecode_hpc.advice import ThreadCores
     from fastdecode_hpc.model_shape import ModelConfig
     from fastdecode_hpc.r_part.worker import RWorker
-    from fastdecode_hpc.s_part.model import SPart
+    from fastdecode_hpc.s_part.base import BaseSPart
+    from fastdecode_hpc.s_part.kinds import SPartKind
     from fastdecode_hpc.schedule.row_tiles import TileSizes
     from fastdecode_hpc.tokenizer import Tokenizer
     from fastdecode_hpc.transport.base import REnd, SEnd
@@ -143,9 +144,10 @@ class Engine:
         self.clocks: list[tuple[float, float]] = [(0.0, 0.0)]
         self.t_load_s = 0.0
         self.all_layers = 0  # of the model, on rank 0
+        self._kind: SPartKind  # on rank 0
         self._preflight = preflight
         self._given_kv = given_kv
-        self._s_part: SPart | None = None if weights_of is None else weights_of._s_part
+        self._s_part: BaseSPart | None = None if weights_of is None else weights_of._s_part
         self.setup = startup.agree(self.run_config, self.world, detect(), isas=_available_isas, decide=self._decide)
         self._build(on_load)
 
@@ -180,11 +182,13 @@ class Engine:
         self._preflight(self.model_path)
         host.undo_openmp_binding()  # for torch's OpenMP runtime, which may be another than the kernels'
         from fastdecode_hpc.s_part.build import choose_device
-        from fastdecode_hpc.s_part.weights import read_model_config
+        from fastdecode_hpc.s_part.kinds import find_kind
 
         host.undo_openmp_binding()  # for the threads that torch and CUDA start later
-        model = self._cut(read_model_config(self.model_path))
-        on_host = weights_on_host(run, model, choose_device(run.device).type)
+        self._kind = find_kind(run, self.model_path)
+        model = self._cut(self._kind.read_model())
+        device, known = choose_device(run.device).type, self._kind.weights_bytes(model)
+        on_host = weights_on_host(run, model, device, known)
         return decide_setup(run, model, hellos, weights_bytes=on_host)
 
     def _cut(self, model: ModelConfig) -> ModelConfig:
@@ -215,8 +219,6 @@ class Engine:
             raise problem if self.is_s_rank else Dismissed()
 
     def _load(self, on_load: Callable[[int, int], None] | None) -> None:
-        from fastdecode_hpc.s_part.build import build_s_part
-
         def tell(done: int, total: int) -> None:
             if self.world is not None:
                 self.world.control.alive()
@@ -226,10 +228,8 @@ class Engine:
         assert self.model_path is not None
         started = time.perf_counter()
         self.tokenizer = load_tokenizer(self.model_path)
-        self._s_part = self._s_part or build_s_part(
-            self.run_config,
+        self._s_part = self._s_part or self._kind.build(
             self.setup.model,
-            self.model_path,
             threads=self.me.threads,
             max_context_len=self.setup.max_context_len,
             progress=tell,

@@ -336,8 +336,13 @@ def _local_share(hello: Hello, here: list[Hello], reserve: int) -> float:
     return max(0, local) / sum(other.rank > 0 or other is hello for other in beside)
 
 
-def weights_on_host(run: RunConfig, model: ModelConfig, device: str) -> int:
-    """Bytes of host memory that the weights will take; a head that is the embedding is there twice, packed and not."""
+def weights_on_host(run: RunConfig, model: ModelConfig, device: str, known: int | None = None) -> int:
+    """Bytes of host memory that the weights will take; a head that is the embedding is there twice, packed and not.
+
+    `known` is what they take on `device`, where sizes don't say it.
+    """
+    if known is not None:
+        return known if device == "cpu" else 0
     dtype = "fp32" if run.dtype == "auto" else run.dtype
     tied_head = model.vocab_size * model.embedding_width if model.tie_embeddings else 0
     return 0 if device != "cpu" else (model.num_weights + tied_head) * DTYPE_BYTES[dtype]

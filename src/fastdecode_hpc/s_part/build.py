@@ -1,10 +1,11 @@
-"""Builds rank 0's S-Part: device, types, weights."""
+"""Builds rank 0's native S-Part, and chooses device and types for every kind."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -49,7 +50,7 @@ def choose_dtype(name: str, device: torch.device, path: Path | None) -> str:
     return "bf16" if path is None else checkpoint_dtype(path)
 
 
-def build_s_part(
+def build_native(
     run: RunConfig,
     model: ModelConfig,
     path: Path,
@@ -62,14 +63,21 @@ def build_s_part(
     torch.set_num_threads(threads)
     device = choose_device(run.device)
     dtype = TORCH_DTYPES[choose_dtype(run.dtype, device, None if run.load_format == "dummy" else path)]
-    started = time.perf_counter()
-    if run.load_format == "dummy":
-        weights = dummy_weights(model, dtype=dtype, device=device, seed=run.seed)
-    else:
-        first = run.num_layers is not None
-        weights = load_weights(path, model, dtype=dtype, device=device, first_layers=first, progress=progress)
-    pack_weights(weights)
-    keep_freed_memory()  # only now: the weights as they were read are given back
-    logger.info("weights ready in %.1f s", time.perf_counter() - started)
+    with load_timed():
+        if run.load_format == "dummy":
+            weights = dummy_weights(model, dtype=dtype, device=device, seed=run.seed)
+        else:
+            first = run.num_layers is not None
+            weights = load_weights(path, model, dtype=dtype, device=device, first_layers=first, progress=progress)
+        pack_weights(weights)
     invariant = device.type == "cpu" if run.batch_invariant is None else run.batch_invariant
     return SPart(model, weights, device=device, dtype=dtype, batch_invariant=invariant, max_positions=max_context_len)
+
+
+@contextmanager
+def load_timed() -> Iterator[None]:
+    """Around the loading of weights: says how long it took, and what was freed meanwhile is given back."""
+    started = time.perf_counter()
+    yield
+    keep_freed_memory()  # only now: the weights as they were read are given back
+    logger.info("weights ready in %.1f s", time.perf_counter() - started)
