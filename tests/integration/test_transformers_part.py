@@ -17,6 +17,7 @@ from torch import Tensor
 from fastdecode_hpc.config import ConfigError, RunConfig
 from fastdecode_hpc.engine import Engine
 from fastdecode_hpc.s_part.kinds import find_kind
+from fastdecode_hpc.s_part.products import pack
 from fastdecode_hpc.s_part.reference import Reference
 from fastdecode_hpc.s_part.transformers_part import TransformersSPart
 from fastdecode_hpc.sequence import SamplingParams
@@ -92,10 +93,10 @@ def test_what_kernels_must_know_is_found_by_a_dry_run(
 
 
 def test_weights_count_as_the_checkpoint_holds_them(tmp_path: Path) -> None:
-    for name in ("seed_oss", "cohere"):  # one whose head is its embedding
+    for name, twice in (("seed_oss", 0), ("cohere", 4 * 320 * 64)):  # a head that is the embedding is packed beside it
         folder = make_checkpoint(tmp_path / name, name)
         kind = find_kind(RunConfig(s_part="transformers"), folder)
-        held = (folder / "model.safetensors").stat().st_size
+        held = (folder / "model.safetensors").stat().st_size + twice
         assert held - 16384 < kind.weights_bytes(kind.read_model()) < held
         half = find_kind(RunConfig(s_part="transformers", dtype="bf16"), folder)
         assert 2 * half.weights_bytes(half.read_model()) == kind.weights_bytes(kind.read_model())
@@ -191,6 +192,13 @@ def test_what_can_not_be_run_is_refused_by_name_without_its_weights(kind: str, m
     write_config(tmp_path, kind)
     with pytest.raises(ConfigError, match=message):
         find_kind(RunConfig(s_part="transformers", load_format="dummy"), tmp_path).read_model()
+
+
+def test_weights_are_packed_where_that_is_of_use(tmp_path: Path) -> None:
+    model = load(make_checkpoint(tmp_path, "cohere"))._model
+    weights = [module.weight for module in model.modules() if type(module) is torch.nn.Linear]
+    assert {weight.is_mkldnn for weight in weights} == {pack(torch.ones(16, 16)).is_mkldnn}
+    assert not model.get_input_embeddings().weight.is_mkldnn
 
 
 def test_a_model_whose_tokens_meet_outside_attention_is_refused(tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ Notes
 -----
 A model's forward pass is one call that asks for attention many times, from code that is not ours, so it can't be made
 a generator. A greenlet has a stack of its own and is switched to by hand: one thing runs at a time, in the caller's
-thread, in the order that the schedule says: 0.8 microseconds there and back. A thread for each pass could do the same in
-16, but torch would have a team of OpenMP threads, a number of threads, and a mode of its own in each.
+thread, in the order that the schedule says: 0.8 microseconds there and back. A thread for each pass could do the same
+in 16, but torch would have a team of OpenMP threads, a number of threads, and a mode of its own in each.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.s_part import transformers_model
 from fastdecode_hpc.s_part.build import choose_device, choose_dtype, load_timed
 from fastdecode_hpc.s_part.dry_run import Asked, dry_run, pin_rotations
+from fastdecode_hpc.s_part.packed_modules import pack_modules, tied_head_weights
 from fastdecode_hpc.s_part.safetensors_file import SafetensorsCheckpoint
 from fastdecode_hpc.s_part.transformers_part import TransformersSPart, head_alone
 from fastdecode_hpc.s_part.wire import TORCH_DTYPES
@@ -65,6 +66,8 @@ class TransformersKind:
             return SafetensorsCheckpoint(self._path).size_bytes
         empty = self._empty(self._first_layers(model))
         num_weights: int = sum(parameter.numel() for parameter in empty.parameters())
+        if self._device.type == "cpu":
+            num_weights += tied_head_weights(empty)  # it is there twice, packed and not
         return num_weights * DTYPE_BYTES[self._dtype]
 
     def build(
@@ -81,6 +84,7 @@ class TransformersKind:
         with load_timed():
             tell(0, total)
             loaded = self._load(model)
+            pack_modules(loaded)
             tell(total, total)
         pin_rotations(loaded.modules(), max_context_len)
         s_part = TransformersSPart(model, loaded, device=self._device, dtype=TORCH_DTYPES[self._dtype])
