@@ -151,6 +151,11 @@ class TransformersKind:
 
 def _vocab_size(model: Any, hidden_size: int) -> int:
     """Logits that the head gives."""
-    with torch.inference_mode(), head_alone(model, model.base_model_prefix):
-        outputs = model(inputs_embeds=torch.empty(1, 1, hidden_size, device="meta"), use_cache=False)
-    return int(outputs.logits.shape[-1])
+    try:
+        with torch.inference_mode(), head_alone(model, model.base_model_prefix):
+            outputs = model(inputs_embeds=torch.empty(1, 1, hidden_size, device="meta"), use_cache=False)
+            return int(outputs.logits.shape[-1])
+    except Exception as error:  # its code is not ours
+        raise ConfigError(
+            f"the head of {type(model).__name__} can't be run alone: {type(error).__name__}: {error}"
+        ) from error
