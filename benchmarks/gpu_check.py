@@ -66,11 +66,11 @@ def measure_stages(folder: Path) -> None:
     import torch
 
     from fastdecode_hpc.config import RunConfig
-    from fastdecode_hpc.s_part.build import build_s_part
+    from fastdecode_hpc.s_part.build import build_native
     from fastdecode_hpc.s_part.checkpoint import read_model_config
 
     run = RunConfig(load_format="dummy", dtype="bf16", device="cuda")
-    s_part = build_s_part(run, read_model_config(folder), folder, threads=4, max_context_len=4096)
+    s_part = build_native(run, read_model_config(folder), folder, threads=4, max_context_len=4096)
     rows = []
     with torch.inference_mode():
         for batch in BATCHES:

@@ -76,7 +76,7 @@ def score(types: Types, args: argparse.Namespace, windows: np.ndarray) -> tuple[
     cache = WindowCache(
         s_part.config, "fp32", context=args.context, max_windows=size, block_size=32, num_threads=threads
     )
-    cache.set_sinks(s_part.sinks())
+    cache.set_sinks(s_part.all_sinks())
     scores = []
     for first in range(0, len(windows), size):
         batch = windows[first : first + size]

@@ -117,10 +117,67 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "opt-350m": {**_OPT, "tie_word_embeddings": True, "do_layer_norm_before": False, "word_embed_proj_dim": 32},
 }  # fmt: skip
 
+# Of no native family, so run by transformers' own code.
+_COHERE = {"logit_scale": 0.5, "tie_word_embeddings": True}
+_GPTJ = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "rotary_dim": 8}
+_FOUR_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+OTHERS: dict[str, dict[str, Any]] = {
+    "glm4": {"model_type": "glm4", "head_dim": 16, "partial_rotary_factor": 0.5, "attention_bias": True},
+    "cohere": {"model_type": "cohere", **_COHERE, "use_qk_norm": True},
+    "cohere2": {"model_type": "cohere2", **_COHERE, "sliding_window": 16, "num_hidden_layers": 5},
+    "nemotron": {"model_type": "nemotron", "partial_rotary_factor": 0.5},
+    "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 1, 0, 1], "num_hidden_layers": 4},
+    "ernie4_5": {"model_type": "ernie4_5", "use_bias": True},
+    "seed_oss": {"model_type": "seed_oss", "head_dim": 24},
+    "exaone4": {"model_type": "exaone4", "sliding_window": 16, "sliding_window_pattern": 4, "num_hidden_layers": 5},
+    "gptj": {"model_type": "gptj", **_GPTJ},
+    "qwen2_moe": {
+        "model_type": "qwen2_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+    },
+}  # fmt: skip
+# The same, tried where there is more time.
+MORE_OTHERS: dict[str, dict[str, Any]] = {
+    "glm": {"model_type": "glm", "head_dim": 16, "partial_rotary_factor": 0.5},
+    "arcee": {"model_type": "arcee"},
+    "apertus": {"model_type": "apertus"},
+    "helium": {"model_type": "helium", "head_dim": 16},
+    "olmo": {"model_type": "olmo", "clip_qkv": 1.5},
+    "phi": {"model_type": "phi", "partial_rotary_factor": 0.5},
+    "persimmon": {"model_type": "persimmon"},
+    "codegen": {"model_type": "codegen", **_GPTJ},
+    "gpt_bigcode": {"model_type": "gpt_bigcode", "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512},
+    "hunyuan": {"model_type": "hunyuan_v1_dense", "head_dim": 16},
+    "ministral": {"model_type": "ministral", "sliding_window": 16, "head_dim": 16},
+    "vaultgemma": {
+        "model_type": "vaultgemma", "head_dim": 24, "sliding_window": 16, "query_pre_attn_scalar": 20,
+        "attn_logit_softcapping": 3.0, "final_logit_softcapping": 20.0,
+    },
+    "granitemoe": {"model_type": "granitemoe", **_FOUR_EXPERTS},
+    "olmoe": {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2},
+    "phimoe": {"model_type": "phimoe", **_FOUR_EXPERTS, "sliding_window": 16},
+    "glm4_moe": {
+        "model_type": "glm4_moe", "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "head_dim": 16, "first_k_dense_replace": 1,
+    },
+    "ernie4_5_moe": {
+        "model_type": "ernie4_5_moe", "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32,
+        "moe_layer_start_index": 1, "num_hidden_layers": 3,
+    },
+    "gemma3n": {
+        "model_type": "gemma3n_text", "head_dim": 24, "num_hidden_layers": 6, "sliding_window": 16,
+        "layer_types": [*["sliding_attention"] * 2, "full_attention"] * 2, "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 320, "laurel_rank": 8,
+        "activation_sparsity_pattern": [0.5, *[0.0] * 5], "intermediate_size": [96] * 6,
+        "final_logit_softcapping": 20.0,
+    },
+    "minimax_m2": {"model_type": "minimax_m2", **_FOUR_EXPERTS, "head_dim": 16},
+}  # fmt: skip
+
 
 def tiny_options(family: str, **overrides: Any) -> dict[str, Any]:
     """Fields of the transformers configuration of a tiny model."""
-    return {**_SIZES, **FAMILIES[family], **overrides}
+    return {**_SIZES, **{**FAMILIES, **OTHERS, **MORE_OTHERS}[family], **overrides}
 
 
 def make_checkpoint(folder: str | Path, family: str = "llama", *, seed: int = 0, **overrides: Any) -> Path:

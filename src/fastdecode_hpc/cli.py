@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from fastdecode_hpc.sequence import SamplingParams
     from fastdecode_hpc.transport.mpi import World
 
+VALIDATE_OPTIONS = ("s_part", "trust_remote_code", "max_context_len", "overlong", "merge_system")
+
 
 class _Parser(argparse.ArgumentParser):
     """Says a usage error once, not once a rank."""
@@ -100,7 +102,7 @@ def _add_validate(commands: Any) -> None:
     parser.add_argument("input", help="JSONL file of prompts, or - for standard input")
     parser.add_argument("--model", metavar="MODEL", help="as of generate; its weights are not read")
     parser.add_argument("--auto-id", action="store_true", help="as of generate")
-    add_run_options(parser, ("max_context_len", "overlong", "merge_system"))
+    add_run_options(parser, VALIDATE_OPTIONS)
     add_sampling_options(parser.add_argument_group("sampling, for lines that bring no settings of their own"))
     parser.set_defaults(func=run_validate)
 
@@ -121,8 +123,7 @@ def run_validate(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """``fastdecode validate FILE``."""
     from fastdecode_hpc.validate import make_intake, validate
 
-    names = ("max_context_len", "overlong", "merge_system")
-    run = RunConfig(**{name: getattr(args, name) for name in names})
+    run = RunConfig(**{name: getattr(args, name) for name in VALIDATE_OPTIONS})
     intake = make_intake(args.model, run) if args.model is not None else None
     return validate(args.input, sampling(args), auto_id=args.auto_id, intake=intake)
 

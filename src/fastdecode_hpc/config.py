@@ -153,6 +153,13 @@ class RunConfig:
         "auto", "auto: the model's own weights; dummy: random ones, of which only config.json is read",
         choices=("auto", "dummy"),
     )  # fmt: skip
+    s_part: str = _option(
+        "native",
+        "what computes the model: native, the families that 'fastdecode models' lists; transformers, other causal "
+        "models too, on transformers' own code",
+        choices=("native", "transformers"),
+    )
+    trust_remote_code: bool = _option(False, "with --s-part transformers: run the code that the model's folder brings")
     num_layers: int | None = _option(
         None, "run the first N layers only, to measure or to calibrate: the text means nothing; default: all"
     )
@@ -282,6 +289,15 @@ class RunConfig:
         ):
             if getattr(self, name) is not None:
                 check_at_least(name, getattr(self, name), 1)
+        if self.s_part == "native" and self.trust_remote_code:
+            raise ConfigError(
+                "trust_remote_code is of s_part 'transformers'; s_part is 'native', which runs no such code"
+            )
+        if self.s_part != "native" and self.batch_invariant:
+            raise ConfigError(
+                f"batch_invariant is of the native S-Part; s_part is {self.s_part!r}, whose rows may be rounded "
+                "otherwise in another batch"
+            )
         if self.prefill_chunk_tokens < 8 or self.prefill_chunk_tokens % 8:
             raise ConfigError(f"prefill_chunk_tokens is {self.prefill_chunk_tokens}; it must be a multiple of 8")
         if self.block_size % 8:

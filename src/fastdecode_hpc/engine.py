@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from fastdecode_hpc.advice import ThreadCores
     from fastdecode_hpc.model_shape import ModelConfig
     from fastdecode_hpc.r_part.worker import RWorker
-    from fastdecode_hpc.s_part.model import SPart
+    from fastdecode_hpc.s_part.base import BaseSPart
+    from fastdecode_hpc.s_part.kinds import SPartKind
     from fastdecode_hpc.schedule.row_tiles import TileSizes
     from fastdecode_hpc.schedule.worker_costs import WorkerCost
     from fastdecode_hpc.tokenizer import Tokenizer
@@ -149,11 +150,12 @@ class Engine:
         self._aligned_s = 0.0  # when they were
         self.t_load_s = 0.0
         self.all_layers = 0  # of the model, on rank 0
+        self._kind: SPartKind  # on rank 0
         self._preflight = preflight
         self._given_kv = given_kv
         self._slow_links = slow_links or {}
         self._start_costs: dict[int, WorkerCost] = {}  # on rank 0
-        self._s_part: SPart | None = None if weights_of is None else weights_of._s_part
+        self._s_part: BaseSPart | None = None if weights_of is None else weights_of._s_part
         self.setup = startup.agree(self.run_config, self.world, detect(), isas=_available_isas, decide=self._decide)
         self._build(on_load)
 
@@ -188,11 +190,13 @@ class Engine:
         self._preflight(self.model_path)
         host.undo_openmp_binding()  # for torch's OpenMP runtime, which may be another than the kernels'
         from fastdecode_hpc.s_part.build import choose_device
-        from fastdecode_hpc.s_part.weights import read_model_config
+        from fastdecode_hpc.s_part.kinds import find_kind
 
         host.undo_openmp_binding()  # for the threads that torch and CUDA start later
-        model = self._cut(read_model_config(self.model_path))
-        on_host = weights_on_host(run, model, choose_device(run.device).type)
+        self._kind = find_kind(run, self.model_path)
+        model = self._cut(self._kind.read_model())
+        device, known = choose_device(run.device).type, self._kind.weights_bytes(model)
+        on_host = weights_on_host(run, model, device, known)
         setup = decide_setup(run, model, hellos, weights_bytes=on_host)
         if run.profile is not None:
             from fastdecode_hpc.planner.start import start_costs
@@ -231,7 +235,7 @@ class Engine:
 
     def _share_sinks(self) -> None:
         """Give the kernels what weights the attention has; collective."""
-        sinks = None if self._s_part is None else self._s_part.sinks()
+        sinks = None if self._s_part is None else self._s_part.all_sinks()
         if self.world is not None:
             sinks = self.world.bcast(sinks)
         if self.me.num_blocks:
@@ -239,8 +243,6 @@ class Engine:
             self._attention.set_sinks(sinks)
 
     def _load(self, on_load: Callable[[int, int], None] | None) -> None:
-        from fastdecode_hpc.s_part.build import build_s_part
-
         def tell(done: int, total: int) -> None:
             if self.world is not None:
                 self.world.control.alive()
@@ -250,10 +252,8 @@ class Engine:
         assert self.model_path is not None
         started = time.perf_counter()
         self.tokenizer = load_tokenizer(self.model_path)
-        self._s_part = self._s_part or build_s_part(
-            self.run_config,
+        self._s_part = self._s_part or self._kind.build(
             self.setup.model,
-            self.model_path,
             threads=self.me.threads,
             max_context_len=self.setup.max_context_len,
             progress=tell,

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from fastdecode_hpc.config import RunConfig
 from fastdecode_hpc.intake import Accepted, Intake, RequestFailure
 from fastdecode_hpc.results import Completion, Hooks, RunStats
+from fastdecode_hpc.s_part.base import BaseSPart
 from fastdecode_hpc.s_part.device import Device, make_device
-from fastdecode_hpc.s_part.model import SPart
 from fastdecode_hpc.s_part.prefill import GivenKV, Prefill
 from fastdecode_hpc.s_part.wire import WireCast
 from fastdecode_hpc.s_part.worker import SWorker
@@ -37,7 +37,7 @@ class Run:
     ----------
     setup : Setup
     config : RunConfig
-    s_part : SPart
+    s_part : BaseSPart
     tokenizer : Tokenizer or None
         None takes prompts of token ids only, and gives no text.
     hooks : Hooks
@@ -53,7 +53,7 @@ class Run:
         self,
         setup: Setup,
         config: RunConfig,
-        s_part: SPart,
+        s_part: BaseSPart,
         tokenizer: Tokenizer | None,
         hooks: Hooks,
         stop_requested: Callable[[], bool],

@@ -336,10 +336,11 @@ def _local_share(hello: Hello, here: list[Hello], reserve: int) -> float:
     return max(0, local) / sum(other.rank > 0 or other is hello for other in beside)
 
 
-def weights_on_host(run: RunConfig, model: ModelConfig, device: str) -> int:
+def weights_on_host(run: RunConfig, model: ModelConfig, device: str, known: int | None = None) -> int:
     """Bytes of host memory that the weights will take.
 
-    A head in floats that is the embedding is there twice, packed and not; one in 8 bits is the embedding.
+    A head in floats that is the embedding is there twice, packed and not; one in 8 bits is the embedding. `known` is
+    what they take on `device`, where sizes don't say it.
 
     Raises
     ------
@@ -353,6 +354,8 @@ def weights_on_host(run: RunConfig, model: ModelConfig, device: str) -> int:
                 "it out, or use --device cpu"
             )
         return 0
+    if known is not None:
+        return known
     float_bytes = DTYPE_BYTES["fp32" if run.dtype == "auto" else run.dtype]
     head = model.vocab_size * model.embedding_width
     if run.weight_dtype == "auto":

@@ -23,11 +23,11 @@ def make_intake(model: str, run: RunConfig) -> Intake:
     """
     from fastdecode_hpc.engine import load_tokenizer
     from fastdecode_hpc.model_files import resolve_model
-    from fastdecode_hpc.s_part.checkpoint import read_model_config
+    from fastdecode_hpc.s_part.kinds import find_kind
     from fastdecode_hpc.setup import choose_max_context_len
 
     path = resolve_model(model)
-    config = read_model_config(path)
+    config = find_kind(run, path).read_model()
     return Intake(
         load_tokenizer(path),
         None,

@@ -1,6 +1,6 @@
 """Completes the same ragged prompts with many tiny checkpoints, on the ranks it is started with; rank 0 writes tokens.
 
-Usage: families_program.py PROMPTS.json OUTPUT.json CHECKPOINT...
+Usage: families_program.py PROMPTS.json OUTPUT.json KIND-OF-S-PART CHECKPOINT...
 """
 
 import json
@@ -18,11 +18,11 @@ OPTIONS = {
 
 
 def main() -> None:
-    prompts, output, checkpoints = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]), sys.argv[3:]
+    prompts, output, checkpoints = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]), sys.argv[4:]
     params = SamplingParams(max_new_tokens=64, ignore_eos=True)
     world, results = None, {}
     for checkpoint in checkpoints:
-        run = RunConfig(model=checkpoint, **OPTIONS)
+        run = RunConfig(model=checkpoint, s_part=sys.argv[3], **OPTIONS)
         world = world or connect(run)
         engine = Engine(run, world=world)
         requests = [Request(index, None, prompt, params=params) for index, prompt in enumerate(prompts)]

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from fastdecode_hpc.bench.fidelity import measure
 from fastdecode_hpc.cli import run_command
 from fastdecode_hpc.config import RunConfig
-from fastdecode_hpc.s_part.build import build_s_part
+from fastdecode_hpc.s_part.build import build_native
 from fastdecode_hpc.s_part.weights import read_model_config
 from tiny_models import load_reference, make_checkpoint, reference_logits
 
@@ -82,7 +82,7 @@ def reference_nll(checkpoint: Path, windows: np.ndarray) -> np.ndarray:
 def measure_tiny(checkpoint: Path, windows: np.ndarray, kv_dtypes: list[str]):
     config = RunConfig(model=str(checkpoint), dtype="fp32", batch_invariant=False)
     model = read_model_config(checkpoint)
-    s_part = build_s_part(config, model, checkpoint, threads=1, max_context_len=windows.shape[1])
+    s_part = build_native(config, model, checkpoint, threads=1, max_context_len=windows.shape[1])
     return measure(s_part, windows, kv_dtypes, threads=2, block_size=16)
 
 

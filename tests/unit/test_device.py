@@ -122,7 +122,7 @@ def test_buffers_go_with_their_slot(s_part, works: bool) -> None:
             for layer in range(MODEL.num_layers):
                 for body in stages.bodies(layer):
                     body()
-        buffers = [weakref.ref(buffer) for buffer in (stages._hidden, stages.qkv.device)]
+        buffers = [weakref.ref(buffer) for buffer in (stages._pass.hidden, stages.qkv.device)]
         del stages, body
         assert [buffer() for buffer in buffers] == [None, None]
     finally:

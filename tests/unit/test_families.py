@@ -14,7 +14,8 @@ import torch
 import fastdecode_hpc
 from fastdecode_hpc.config import ConfigError
 from fastdecode_hpc.families.known import BY_NAME, FAMILIES
-from fastdecode_hpc.families.table import format_models
+from fastdecode_hpc.families.refused import reason_to_refuse
+from fastdecode_hpc.families.table import THROUGH_TRANSFORMERS, format_models
 from fastdecode_hpc.model_config import read_model_shape
 from fastdecode_hpc.model_shape import Experts, ModelConfig, RopeScaling
 from fastdecode_hpc.planner.profile import model_of
@@ -23,7 +24,7 @@ from fastdecode_hpc.s_part.weight_tensors import allocate
 from fastdecode_hpc.schedule.kv_layout import make_layout
 from fastdecode_hpc.typed_values import TypedValues
 from tiny_models import FAMILIES as TINY
-from tiny_models import tiny_options
+from tiny_models import MORE_OTHERS, OTHERS, tiny_options
 
 DOCS = Path(fastdecode_hpc.__file__).parents[2] / "docs"
 
@@ -164,6 +165,47 @@ def test_other_families_are_refused_by_name(tmp_path: Path, kind: str) -> None:
         read_model_shape(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        ({"model_type": "cohere"}, ""),
+        ({"model_type": "mamba"}, "state-space"),
+        ({"model_type": "new", "mamba_d_state": 16}, "state-space"),
+        ({"model_type": "new", "mamba_d_state": 16, "layer_types": ["full_attention", "sliding_attention"]}, ""),
+        ({"model_type": "new", "layer_types": ["attention", "mamba"]}, "state-space"),
+        ({"model_type": "new", "layer_types": ["full_attention", "conv"]}, "state-space"),
+        ({"model_type": "new", "hybrid_override_pattern": "M-M*"}, "state-space"),
+        ({"model_type": "new", "layer_types": ["linear_attention"]}, "linear attention"),
+        ({"model_type": "new", "linear_num_key_heads": 2}, "linear attention"),
+        ({"model_type": "new", "layer_types": ["chunked_attention"]}, "within chunks"),
+        ({"model_type": "new", "kv_lora_rank": 512}, "MLA"),
+        ({"model_type": "new", "kv_lora_rank": None}, ""),
+        ({"model_type": "new", "index_topk": 2048}, "sparse attention"),
+        ({"model_type": "new", "is_encoder_decoder": True}, "cross-attention"),
+        ({"model_type": "gpt2", "add_cross_attention": True}, "cross-attention"),
+        ({"model_type": "new", "cross_attention_layers": [3]}, "cross-attention"),
+        ({"model_type": "falcon", "alibi": True}, "ALiBi"),
+        ({"model_type": "falcon", "alibi": False}, ""),
+        ({"model_type": "new", "text_config": {}}, "other than text"),
+        ({"model_type": 5, "layer_types": {"a": 1}, "index_topk": [], "kv_lora_rank": "x"}, "MLA"),
+        ({"model_type": ["mamba"], "layer_types": [1, None, {}]}, ""),
+    ],
+)  # fmt: skip
+def test_what_no_s_part_computes_is_told_by_config_json(raw: dict[str, Any], reason: str) -> None:
+    found = reason_to_refuse(raw)
+    assert reason in found
+    assert bool(found) == bool(reason)
+
+
+def test_an_unknown_family_is_told_of_the_other_s_part(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "cohere"}))
+    with pytest.raises(ConfigError, match="--s-part transformers runs others"):
+        read_model_shape(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    with pytest.raises(ConfigError, match="it has state-space"):
+        read_model_shape(tmp_path)
+
+
 def test_a_run_of_longrope_has_one_set_of_divisors() -> None:
     both = RopeScaling("longrope", original_max_position=32, divisors=(1.0, 2.0), long_divisors=(3.0, 4.0))
     assert both.for_context(32).divisors == (1.0, 2.0)
@@ -194,3 +236,5 @@ def test_the_table_names_every_family_and_is_in_the_docs() -> None:
         assert f"{family.name} " in table
     assert table in (DOCS / "models.md").read_text()
     assert {options["model_type"] for options in TINY.values()} == set(BY_NAME)
+    tested = {options["model_type"] for options in (*OTHERS.values(), *MORE_OTHERS.values())}
+    assert tested == set(THROUGH_TRANSFORMERS)

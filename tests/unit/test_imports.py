@@ -46,7 +46,8 @@ def test_each_heavy_dependency_has_one_home() -> None:
     assert importers_of("mpi4py") == {"transport/mpi.py"}
     assert all(path.startswith("report/") for path in importers_of("h5py"))
     assert importers_of("matplotlib") == {"plot_style.py"}
-    assert importers_of("transformers") == {"tokenizer.py"}
+    assert importers_of("transformers") == {"tokenizer.py", "s_part/transformers_model.py"}
+    assert importers_of("greenlet") == {"s_part/suspended.py"}
     assert all(path.startswith("s_part/") for path in importers_of("torch") - {"bench/peers_torch.py"})
     assert importers_of("xllamacpp") == {"bench/peers_llamacpp.py"}
 

@@ -46,19 +46,29 @@ class FakeSPart:
     def __init__(self, model: ModelConfig) -> None:
         self.config, self.device = model, torch.device("cpu")
 
-    def embed(self, ids, positions):
-        return ids[:, None].float()
-
-    def pre_attention(self, layer, hidden, positions):
-        assert (hidden[:, 0] - positions == layer * 1000).all()  # every row has passed every layer before
-        return (layer * 1000 + positions)[:, None].float().expand(-1, self.config.qkv_size).clone()
+    def make_pass(self, max_rows):
+        return FakePass(self.config)
 
     def prefill_attention(self, layer, q, k, v, start):
         assert k[:, 0].tolist() == [layer * 1000 + p for p in range(start + len(q))]
         return torch.zeros(len(q), self.config.q_size)
 
-    def post_attention(self, layer, hidden, o):
-        return hidden + 1000
+
+class FakePass:
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+
+    def start(self, ids, positions, num_rows):
+        assert len(ids) == len(positions) == num_rows
+        self.hidden, self.positions = ids[:, None].float(), positions
+
+    def pre_attention(self, layer, num_rows):
+        assert num_rows == len(self.hidden)
+        assert (self.hidden[:, 0] - self.positions == layer * 1000).all()  # every row has passed every layer before
+        return (layer * 1000 + self.positions)[:, None].float().expand(-1, self.config.qkv_size).clone()
+
+    def post_attention(self, layer, o):
+        self.hidden = self.hidden + 1000
 
 
 class FakeTransport:

@@ -17,11 +17,11 @@ from fastdecode_hpc.files import write_json
 from fastdecode_hpc.sequence import SamplingParams
 
 # Options that change what a request is answered. Others, such as ranks or batch size, may differ when a run goes on.
-RESULT_OPTIONS: Final = ("load_format", "num_layers", "dtype", "weight_dtype", "wire_dtype", "kv_dtype",
+RESULT_OPTIONS: Final = ("load_format", "s_part", "num_layers", "dtype", "weight_dtype", "wire_dtype", "kv_dtype",
                          "max_context_len", "overlong", "merge_system", "seed")  # fmt: skip
 SMALL_FILE_BYTES: Final = 64 << 20  # read whole; of larger ones both ends, where headers and last tensors are
 END_BYTES: Final = 1 << 20
-_MODEL_FILES: Final = (".json", ".safetensors", ".gguf", ".model", ".txt", ".jinja")
+_MODEL_FILES: Final = (".json", ".safetensors", ".gguf", ".model", ".txt", ".jinja", ".py")
 
 Fingerprint = dict[str, dict[str, Any]]  # "model": digests by file; "options" and "sampling": values by name
 

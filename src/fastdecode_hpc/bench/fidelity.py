@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from fastdecode_hpc.bench.fidelity_figures import FidelityCase
+    from fastdecode_hpc.s_part.base import BaseSPart
     from fastdecode_hpc.s_part.forced import TokenScores
-    from fastdecode_hpc.s_part.model import SPart
 
 REFERENCE = "fp32"
 DEFAULT_KV_DTYPES = ("fp16", "bf16", "int8", "k=int8,v=int4", "int4")
@@ -58,7 +58,7 @@ def run_fidelity(args: argparse.Namespace, argv: Sequence[str]) -> int:
     from fastdecode_hpc.bench.fidelity_figures import format_table
     from fastdecode_hpc.log import set_up_logging
     from fastdecode_hpc.model_files import resolve_model
-    from fastdecode_hpc.s_part.build import build_s_part
+    from fastdecode_hpc.s_part.build import build_native
     from fastdecode_hpc.s_part.weights import read_model_config
 
     set_up_logging(0)
@@ -67,7 +67,7 @@ def run_fidelity(args: argparse.Namespace, argv: Sequence[str]) -> int:
     windows = _read_text(args, path, model)
     here = host.look()
     threads = host.asked_threads(args.threads, here) or here.num_physical_cores
-    s_part = build_s_part(runs[0], model, path, threads=threads, max_context_len=args.context)
+    s_part = build_native(runs[0], model, path, threads=threads, max_context_len=args.context)
     cases = measure(s_part, windows, [run.kv_dtype for run in runs], threads=threads, block_size=runs[0].block_size)
     print(f"{cases[0].num_tokens} tokens of {args.text} in {len(windows)} windows of {args.context}")
     print(format_table(cases))
@@ -77,7 +77,7 @@ def run_fidelity(args: argparse.Namespace, argv: Sequence[str]) -> int:
 
 
 def measure(
-    s_part: SPart, windows: np.ndarray, kv_dtypes: Sequence[str], *, threads: int, block_size: int
+    s_part: BaseSPart, windows: np.ndarray, kv_dtypes: Sequence[str], *, threads: int, block_size: int
 ) -> list[FidelityCase]:
     """Figures of each type, the first of which is the reference.
 
@@ -100,7 +100,7 @@ def measure(
         for kv_dtype in kv_dtypes
     ]
     for cache in caches:
-        cache.set_sinks(s_part.sinks())
+        cache.set_sinks(s_part.all_sinks())
     scores: list[list[TokenScores]] = [[] for _ in caches]
     progress = CountLine(num_windows * len(caches), "windows")
     for start in range(0, num_windows, batch_size):

@@ -10,6 +10,7 @@ from typing import Any
 from fastdecode_hpc.config import ConfigError, show
 from fastdecode_hpc.families.description import REQUIRED, ExpertKeys, Family, Key, Window
 from fastdecode_hpc.families.known import BY_ARCHITECTURE, BY_NAME, FAMILIES
+from fastdecode_hpc.families.refused import reason_to_refuse
 from fastdecode_hpc.families.rope import read_rope
 from fastdecode_hpc.files import read_json_object
 from fastdecode_hpc.model_shape import Experts, ModelConfig
@@ -43,7 +44,7 @@ def config_of(folder: Path, raw: Mapping[str, Any]) -> ModelConfig:
     bos = given.ids("bos_token_id")
     config = ModelConfig(
         **fields,
-        eos_token_ids=_eos_ids(folder, given),
+        eos_token_ids=eos_ids(folder, given),
         bos_token_id=bos[0] if bos else None,
         architecture=family.name,
     )
@@ -63,7 +64,9 @@ def _family(given: TypedValues) -> Family:
     if not known:
         what = ", ".join(names) or kind or show(listed)
         supported = ", ".join(family.architecture for family in FAMILIES)
-        raise ConfigError(f"the model's architecture is {what}; supported are {supported}")
+        reason = reason_to_refuse(given)
+        hint = f"it has {reason}" if reason else "generate --s-part transformers runs others, on transformers' code"
+        raise ConfigError(f"the model's architecture is {what}; supported are {supported}; {hint}")
     return known[0]
 
 
@@ -73,7 +76,8 @@ def _check_features(given: TypedValues, family: Family) -> None:
     if quantisation:
         raise ConfigError(
             f"the model has a quantization_config ({quantisation.text('quant_method', 'unnamed')}); only unquantised "
-            "safetensors are read: take the original checkpoint or a GGUF file"
+            "safetensors are read: take the original checkpoint or a GGUF file, or --s-part transformers, which runs "
+            "what transformers can on this machine"
         )
     for key, choices in family.computed.items():
         value = given.get(key, choices[0])
@@ -166,7 +170,7 @@ def _read_experts(given: TypedValues, raw: Mapping[str, Any], keys: ExpertKeys) 
     )
 
 
-def _eos_ids(folder: Path, given: TypedValues) -> tuple[int, ...]:
+def eos_ids(folder: Path, given: TypedValues) -> tuple[int, ...]:
     """End-of-sequence ids of config.json and generation_config.json, each once."""
     path = folder / "generation_config.json"
     generation = TypedValues(path, read_json_object(path) if path.is_file() else {})

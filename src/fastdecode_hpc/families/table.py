@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fastdecode_hpc.families.description import Family, Key
 from fastdecode_hpc.families.known import FAMILIES
 
+THROUGH_TRANSFORMERS = (
+    "apertus", "arcee", "codegen", "cohere", "cohere2", "ernie4_5", "ernie4_5_moe", "exaone4", "gemma3n_text",
+    "glm", "glm4", "glm4_moe", "gpt_bigcode", "gptj", "granitemoe", "helium", "hunyuan_v1_dense", "minimax_m2",
+    "ministral", "nemotron", "olmo", "olmoe", "persimmon", "phi", "phimoe", "qwen2_moe", "seed_oss", "smollm3",
+    "vaultgemma",
+)  # fmt: skip
+"""Those of no native family that are tested."""
+
 _HEAD = ("family", "models", "GGUF", "attention", "layers", "positions")
 _PLACES = {"before": "before", "after": "after", "both": "before and after"}  # attention and MLP
 _TEXT = """\
-Architectures not named here are refused before any weight is read; so are models of a family that differ from it in
-what isn't computed, by the name of what differs. Attention is what the R-workers' kernels are told.
+These families are computed natively. Models of a family that differ from it in what isn't computed are refused before
+any weight is read, by the name of what differs. Attention is what the R-workers' kernels are told.
 """
 _TESTED = """\
 Each family is tested on tiny random checkpoints against transformers (logits within 1e-4 in float32, greedy text over
 real caches on one and three ranks), each GGUF form against its safetensors twin and against llama.cpp.
+"""
+_OTHERS = """\
+With --s-part transformers any causal model runs whose code in transformers looks its attention up in the table of
+attention functions; tested as above:
+{}
+Cross-attention, state-space and linear-attention layers, latent attention (MLA), ALiBi and there also attention
+sinks are refused before any weight is read.
 """
 
 
@@ -38,7 +54,8 @@ def format_models() -> str:
     rows = [_HEAD, *map(_row, FAMILIES)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([*lines, "", _TEXT + _TESTED]).rstrip()
+    others = textwrap.fill(", ".join(THROUGH_TRANSFORMERS), 118)
+    return "\n".join([*lines, "", _TEXT + _TESTED, _OTHERS.format(others)]).rstrip()
 
 
 def _row(family: Family) -> tuple[str, ...]:

@@ -1,10 +1,11 @@
-"""Builds rank 0's S-Part: device, types, weights."""
+"""Builds rank 0's native S-Part, and chooses device and types for every kind."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def choose_dtype(name: str, device: torch.device, path: Path | None) -> str:
     return "bf16" if path is None else checkpoint_dtype(path)
 
 
-def build_s_part(
+def build_native(
     run: RunConfig,
     model: ModelConfig,
     path: Path,
@@ -63,16 +64,23 @@ def build_s_part(
     torch.set_num_threads(threads)
     device = choose_device(run.device)
     dtype = TORCH_DTYPES[choose_dtype(run.dtype, device, None if run.load_format == "dummy" else path)]
-    started = time.perf_counter()
     finish = partial(pack_part, weight_dtype=run.weight_dtype)  # layer by layer: one is in memory twice at a time
-    if run.load_format == "dummy":
-        weights = dummy_weights(model, dtype=dtype, device=device, seed=run.seed, finish=finish)
-    else:
-        first = run.num_layers is not None
-        weights = load_weights(
-            path, model, dtype=dtype, device=device, first_layers=first, progress=progress, finish=finish
-        )
-    keep_freed_memory()  # only now: the weights as they were read are given back
-    logger.info("weights ready in %.1f s", time.perf_counter() - started)
+    with load_timed():
+        if run.load_format == "dummy":
+            weights = dummy_weights(model, dtype=dtype, device=device, seed=run.seed, finish=finish)
+        else:
+            first = run.num_layers is not None
+            weights = load_weights(
+                path, model, dtype=dtype, device=device, first_layers=first, progress=progress, finish=finish
+            )
     invariant = device.type == "cpu" if run.batch_invariant is None else run.batch_invariant
     return SPart(model, weights, device=device, dtype=dtype, batch_invariant=invariant, max_positions=max_context_len)
+
+
+@contextmanager
+def load_timed() -> Iterator[None]:
+    """Around the loading of weights: says how long it took, and what was freed meanwhile is given back."""
+    started = time.perf_counter()
+    yield
+    keep_freed_memory()  # only now: the weights as they were read are given back
+    logger.info("weights ready in %.1f s", time.perf_counter() - started)

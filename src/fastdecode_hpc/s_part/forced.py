@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fastdecode_hpc.s_part.base import BaseSPart
 from fastdecode_hpc.s_part.device import as_rows
-from fastdecode_hpc.s_part.model import SPart
 from fastdecode_hpc.transport.base import Rows
 
 LOGIT_ROWS = 256  # logits held at once for each of two passes: [256, vocab_size] float32
@@ -29,7 +29,7 @@ class TokenScores:
     logit_error: np.ndarray  # float64, largest |difference| of any logit from the first pass
 
 
-def forced_pass(s_part: SPart, windows: np.ndarray, attend: Attend) -> Tensor:
+def forced_pass(s_part: BaseSPart, windows: np.ndarray, attend: Attend) -> Tensor:
     """Hidden states of all tokens of some windows, layer by layer.
 
     Parameters
@@ -46,15 +46,16 @@ def forced_pass(s_part: SPart, windows: np.ndarray, attend: Attend) -> Tensor:
     """
     num_windows, context = windows.shape
     positions = torch.arange(context, device=s_part.device).repeat(num_windows)
-    hidden = s_part.embed(torch.from_numpy(windows.reshape(-1)).to(s_part.device), positions)
+    rows = s_part.make_pass(len(positions))
+    rows.start(torch.from_numpy(windows.reshape(-1)).to(s_part.device), positions, len(positions))
     for layer in range(s_part.config.num_layers):
-        qkv = s_part.pre_attention(layer, hidden, positions)
+        qkv = rows.pre_attention(layer, len(positions))
         o = attend(layer, as_rows(qkv.float().cpu().contiguous()))
-        hidden = s_part.post_attention(layer, hidden, torch.from_numpy(o).to(s_part.device))
-    return hidden.unflatten(0, (num_windows, context))
+        rows.post_attention(layer, torch.from_numpy(o).to(s_part.device))
+    return rows.hidden.unflatten(0, (num_windows, context))
 
 
-def score_passes(s_part: SPart, windows: np.ndarray, passes: Sequence[Tensor]) -> list[TokenScores]:
+def score_passes(s_part: BaseSPart, windows: np.ndarray, passes: Sequence[Tensor]) -> list[TokenScores]:
     """Score every token of the windows but each window's first; logits are made once and never kept.
 
     Parameters

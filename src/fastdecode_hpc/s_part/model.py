@@ -1,4 +1,4 @@
-"""The S-Part: everything of a forward pass that has weights, layer half by layer half.
+"""The native S-Part: everything of a forward pass that has weights, layer half by layer half.
 
 It knows nothing of sequences, schedules or where the attention between its two halves is computed.
 """
@@ -7,17 +7,18 @@ from __future__ import annotations
 
 from functools import partial
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.s_part import layers
+from fastdecode_hpc.s_part.base import BaseSPart
 from fastdecode_hpc.s_part.products import linear, look_up
 from fastdecode_hpc.s_part.rope import rope_tables
 from fastdecode_hpc.s_part.row_tiles import BASE_SIZES, RowTiles, find_row_tiles
 from fastdecode_hpc.s_part.weights import LayerWeights, Weights
+from fastdecode_hpc.s_part.wide_weights import as_float32
 
 LAYER_TILES = (4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Row counts tried for the halves of a layer."""
@@ -26,7 +27,7 @@ HEAD_TILES = (4, 8, 16, 24, 32, 48, 64, 96, 128)
 """Row counts tried for the logits: few, because the head is by far the largest product to check."""
 
 
-class SPart:
+class SPart(BaseSPart):
     """Embedding, both halves of every layer, and logits, on one device.
 
     Parameters
@@ -75,12 +76,8 @@ class SPart:
         """Whether the halves of layers do the same whatever the rows hold; experts take others each time."""
         return self.config.experts is None
 
-    def sinks(self) -> np.ndarray | None:
-        """A score of each head that takes weight and has no value, ``[num_layers, num_heads]`` float32."""
-        if not self.config.attention_sinks:
-            return None
-        found: np.ndarray = torch.stack([layer.sinks for layer in self.weights.layers]).float().cpu().numpy()
-        return found
+    def sinks(self, layer: int) -> Tensor | None:
+        return self.weights.layers[layer].sinks
 
     def embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """Hidden states of tokens: ``[num_rows]`` int64, ids and positions, to ``[num_rows, hidden_size]``."""
@@ -128,36 +125,19 @@ class SPart:
         with torch.inference_mode():
             return self.head_tiles.run(self._logits, hidden)
 
-    def prefill_attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-        """Causal attention of one chunk of one prompt; its result depends on nothing else.
+    def make_pass(self, max_rows: int) -> NativePass:
+        return NativePass(self, max_rows)
 
-        Parameters
-        ----------
-        q : Tensor
-            ``[num_queries, q_size]``, positions `start` to ``start + num_queries - 1``.
-        k, v : Tensor
-            ``[start + num_queries, kv_size]``, all of this prompt's keys and values of `layer` so far.
-
-        Returns
-        -------
-        Tensor
-            ``[num_queries, q_size]`` in the type of `q`.
-
-        Raises
-        ------
-        ValueError
-            If the number of keys isn't ``start + num_queries``.
-        """
-        if not k.shape[0] == v.shape[0] == start + q.shape[0]:
-            raise ValueError(f"{k.shape[0]} keys and {v.shape[0]} values for {q.shape[0]} queries from {start} on")
-        with torch.inference_mode():
-            q, k, v = (x.to(q.dtype).unflatten(-1, (-1, self.config.head_dim)) for x in (q, k, v))
-            config = self.config
-            out = layers.causal_attention(
-                q, k, v, start, config.window_of(layer), config.attention_scale, config.attention_softcap,
-                self.weights.layers[layer].sinks,
-            )  # fmt: skip
-            return out.flatten(-2)
+    def plain(self) -> SPart:
+        """In float32, with no tiles; layers are widened when they are used."""
+        return SPart(
+            self.config,
+            as_float32(self.weights),
+            device=self.device,
+            dtype=torch.float32,
+            batch_invariant=False,
+            max_positions=self.max_positions,
+        )
 
     def _embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         config, weights = self.config, self.weights
@@ -267,3 +247,25 @@ class SPart:
         if self.weights.project_in is not None:
             token_ids = torch.arange(num_samples, device=self.device) % config.vocab_size
             self.embed_tiles = find_row_tiles("embedding", self._embed, (token_ids, positions), LAYER_TILES)
+
+
+class NativePass:
+    """Rows of an `SPart` in buffers that stay where they are (`s_part.base.Pass`)."""
+
+    def __init__(self, s_part: SPart, max_rows: int) -> None:
+        self._s_part = s_part
+        self.hidden = torch.zeros(max_rows, s_part.config.hidden_size, dtype=s_part.dtype, device=s_part.device)
+        self._positions = torch.zeros(max_rows, dtype=torch.int64, device=s_part.device)
+
+    def start(self, token_ids: Tensor, positions: Tensor, num_rows: int) -> None:
+        num_tokens = len(token_ids)
+        self._positions[:num_tokens] = positions
+        self.hidden[:num_tokens] = self._s_part.embed(token_ids, self._positions[:num_tokens])
+        self.hidden[num_tokens:num_rows].zero_()
+
+    def pre_attention(self, layer: int, num_rows: int) -> Tensor:
+        return self._s_part.pre_attention(layer, self.hidden[:num_rows], self._positions[:num_rows])
+
+    def post_attention(self, layer: int, o: Tensor) -> None:
+        hidden = self.hidden[: len(o)]
+        hidden.copy_(self._s_part.post_attention(layer, hidden, o))

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
 
+from fastdecode_hpc.s_part.base import BaseSPart, Pass
 from fastdecode_hpc.s_part.device import Device, as_rows
-from fastdecode_hpc.s_part.model import SPart
 from fastdecode_hpc.s_part.wire import WireCast
 from fastdecode_hpc.schedule.prompts import GivenPrompts, Piece, PromptQueue, Unit
 from fastdecode_hpc.sequence import Sequence
@@ -22,32 +21,27 @@ from fastdecode_hpc.transport.base import Segment, SEnd
 Done = list[tuple[Sequence, torch.Tensor]]  # sequences whose prefill is complete, each with its last token's [hidden]
 
 
-class _Chunk(NamedTuple):
-    """A chunk of the batch that passes the layers."""
-
-    hidden: torch.Tensor  # [num_tokens, hidden]
-    positions: torch.Tensor  # [num_tokens] int64
-
-
 class Prefill:
     """Runs listed units of prompts.
 
     Parameters
     ----------
-    s_part : SPart
+    s_part : BaseSPart
     device : Device
     transport : SEnd
     prompts : PromptQueue
     cast : WireCast
     """
 
-    def __init__(self, s_part: SPart, device: Device, transport: SEnd, prompts: PromptQueue, cast: WireCast) -> None:
+    def __init__(
+        self, s_part: BaseSPart, device: Device, transport: SEnd, prompts: PromptQueue, cast: WireCast
+    ) -> None:
         self.s_part = s_part
         self.device = device
         self.transport = transport
         self.prompts = prompts
         self.cast = cast
-        self._chunks: dict[int, _Chunk] = {}  # of the batch that passes the layers, by number
+        self._chunks: dict[int, Pass] = {}  # of the batch that passes the layers, by number
         self._kv: dict[int, torch.Tensor] = {}  # one layer's rows [k|v] of a whole prompt, by sequence
 
     def segments(self, units: Iterable[Unit]) -> list[Segment]:
@@ -68,22 +62,23 @@ class Prefill:
 
     def _run_unit(self, unit: Unit) -> Done:
         config = self.s_part.config
-        hidden, positions = self._chunks.pop(unit.chunk) if unit.layer else self._embed(unit)
-        qkv = self.s_part.pre_attention(unit.layer, hidden, positions)
+        chunk = self._chunks.pop(unit.chunk) if unit.layer else self._embed(unit)
         sizes = [piece.num_tokens for piece in unit.pieces]
+        qkv = chunk.pre_attention(unit.layer, sum(sizes))
         self._send(unit, qkv[:, config.q_size :].split(sizes))
         out = [self._attend(unit, piece, rows) for piece, rows in zip(unit.pieces, qkv.split(sizes), strict=True)]
-        hidden = self.s_part.post_attention(unit.layer, hidden, torch.cat(out))
+        chunk.post_attention(unit.layer, torch.cat(out))
         if unit.is_last_layer:
-            return _ended(unit, hidden)
-        self._chunks[unit.chunk] = _Chunk(hidden, positions)
+            return _ended(unit, chunk.hidden)
+        self._chunks[unit.chunk] = chunk
         return []
 
-    def _embed(self, unit: Unit) -> _Chunk:
+    def _embed(self, unit: Unit) -> Pass:
         tokens = [token for seq, start, stop in unit.pieces for token in seq.prompt_ids[start:stop]]
         places = [position for _, start, stop in unit.pieces for position in range(start, stop)]
-        positions = self._tensor(places)
-        return _Chunk(self.s_part.embed(self._tensor(tokens), positions), positions)
+        chunk = self.s_part.make_pass(len(tokens))
+        chunk.start(self._tensor(tokens), self._tensor(places), len(tokens))
+        return chunk
 
     def _tensor(self, values: list[int]) -> torch.Tensor:
         return self.device.put(torch.tensor(values, dtype=torch.int64))
@@ -124,7 +119,7 @@ class GivenKV:
     of zeros.
     """
 
-    def __init__(self, s_part: SPart, prompts: GivenPrompts) -> None:
+    def __init__(self, s_part: BaseSPart, prompts: GivenPrompts) -> None:
         self.s_part = s_part
         self.prompts = prompts
 

@@ -10,17 +10,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from collections.abc import Sequence as Ordered
 
 import torch
 from torch import Tensor
 
+from fastdecode_hpc.s_part.base import BaseSPart, Pass
 from fastdecode_hpc.s_part.layers import softmax_with_sinks
 from fastdecode_hpc.s_part.margins import choice_margin
-from fastdecode_hpc.s_part.model import SPart
-from fastdecode_hpc.s_part.products import unpacked
 from fastdecode_hpc.s_part.sampler import Sampled, choose, pack, random_numbers, unpack
-from fastdecode_hpc.s_part.weights import LayerWeights, Weights
 from fastdecode_hpc.sequence import Sequence
 from fastdecode_hpc.verify import Comparison, Difference
 
@@ -30,19 +27,18 @@ SCORE_VALUES = 1 << 24  # attention scores held at once, float32
 
 
 class Reference:
-    """A model, computed plainly in float32 on the device of an `SPart`.
+    """A model, computed plainly on the device of an S-Part: in float32 where that can be made so, else in its own type.
 
     Beside that one's weights it needs memory for a sequence's hidden states and one layer's keys and values, and, where
     the weights are of another type, for one layer and the head in float32.
 
     Parameters
     ----------
-    s_part : SPart
+    s_part : BaseSPart
     """
 
-    def __init__(self, s_part: SPart) -> None:
-        self._config, self._device = s_part.config, s_part.device
-        self._weights = _as_float32(s_part.weights)
+    def __init__(self, s_part: BaseSPart) -> None:
+        self._model, self._device = s_part.plain(), s_part.device
 
     def compare(self, seq: Sequence) -> Comparison:
         """Set a finished sequence beside what the reference would have chosen, given the run's tokens before.
@@ -54,10 +50,9 @@ class Reference:
         """
         result, state = Comparison(num_tokens=len(seq.output_ids)), _state_at_start(seq)
         with torch.inference_mode():
-            model = self._model(seq.context_len)
-            hidden = _hidden_states(model, seq.prompt_ids + seq.output_ids[:-1])[seq.prompt_len - 1 :]
+            hidden = _hidden_states(self._model, seq.prompt_ids + seq.output_ids[:-1])[seq.prompt_len - 1 :]
             for rows in _blocks(len(seq.output_ids), LOGIT_ROWS):
-                for logits in model.logits(hidden[rows]):
+                for logits in self._model.logits(hidden[rows]):
                     self._compare_token(seq, state, logits, result)
                     state.output_ids.append(seq.output_ids[len(state.output_ids)])
         return result
@@ -65,18 +60,7 @@ class Reference:
     def logits(self, token_ids: list[int]) -> Tensor:
         """Logits at every position of a text: ``[num_tokens, vocab_size]`` float32, so for short ones."""
         with torch.inference_mode():
-            model = self._model(len(token_ids))
-            return model.logits(_hidden_states(model, token_ids))
-
-    def _model(self, num_positions: int) -> SPart:
-        return SPart(
-            self._config,
-            self._weights,
-            device=self._device,
-            dtype=torch.float32,
-            batch_invariant=False,
-            max_positions=num_positions,
-        )
+            return self._model.logits(_hidden_states(self._model, token_ids))
 
     def _compare_token(self, seq: Sequence, state: Sequence, logits: Tensor, result: Comparison) -> None:
         """Compare the run's next token with the reference's, which follows `state`."""
@@ -114,27 +98,29 @@ def _state_at_start(seq: Sequence) -> Sequence:
     return dataclasses.replace(seq, params=params, output_ids=[], logprobs=[], forced_ids=())
 
 
-def _hidden_states(model: SPart, token_ids: list[int]) -> Tensor:
-    """Input of the head for every token: ``[num_tokens, hidden_size]`` float32."""
+def _hidden_states(model: BaseSPart, token_ids: list[int]) -> Tensor:
+    """Input of the head for every token: ``[num_tokens, hidden_size]``."""
     ids = torch.tensor(token_ids, device=model.device)
     positions = torch.arange(len(ids), device=model.device)
-    hidden = model.embed(ids, positions).float()
+    parts = [(rows, model.make_pass(rows.stop - rows.start)) for rows in _blocks(len(ids), LAYER_ROWS)]
+    for rows, part in parts:
+        part.start(ids[rows], positions[rows], rows.stop - rows.start)
     for layer in range(model.config.num_layers):
-        _run_layer(model, layer, hidden, positions)
-    return hidden
+        _run_layer(model, layer, parts)
+    return torch.cat([part.hidden for _, part in parts])
 
 
-def _run_layer(model: SPart, layer: int, hidden: Tensor, positions: Tensor) -> None:
-    """Take all tokens through one layer, in place."""
+def _run_layer(model: BaseSPart, layer: int, parts: list[tuple[slice, Pass]]) -> None:
+    """Take all tokens through one layer."""
     sizes = [model.config.q_size, model.config.kv_size, model.config.kv_size]
-    k, v = (hidden.new_empty(len(hidden), size) for size in sizes[1:])
-    for rows in _blocks(len(hidden), LAYER_ROWS):
-        q, k[rows], v[rows] = model.pre_attention(layer, hidden[rows], positions[rows]).split(sizes, dim=1)
-        o = _attention(model, layer, q, k[: rows.stop], v[: rows.stop])
-        hidden[rows] = model.post_attention(layer, hidden[rows], o)
+    k, v = (torch.empty(parts[-1][0].stop, size, device=model.device) for size in sizes[1:])
+    for rows, part in parts:
+        qkv = part.pre_attention(layer, rows.stop - rows.start).float()
+        q, k[rows], v[rows] = qkv.split(sizes, dim=1)
+        part.post_attention(layer, _attention(model, layer, q, k[: rows.stop], v[: rows.stop]))
 
 
-def _attention(model: SPart, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _attention(model: BaseSPart, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of the newest tokens of one sequence over all of it, itself included.
 
     Parameters
@@ -144,7 +130,7 @@ def _attention(model: SPart, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Ten
     k, v : Tensor
         ``[num_tokens, kv_size]``
     """
-    config, sinks = model.config, model.weights.layers[layer].sinks
+    config, sinks = model.config, model.sinks(layer)
     start, window, cap = len(k) - len(q), config.window_of(layer), config.attention_softcap
     k, v = (x.unflatten(1, (config.num_kv_heads, config.head_dim)) for x in (k, v))
     out = torch.empty_like(q)
@@ -167,38 +153,3 @@ def _attention(model: SPart, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Ten
 def _blocks(total: int, size: int) -> Iterator[slice]:
     for first in range(0, total, size):
         yield slice(first, min(first + size, total))
-
-
-def _as_float32(weights: Weights) -> Weights:
-    """The same weights in float32; layers only as long as they are used."""
-    return Weights(
-        weights.embedding,  # rows of it are widened when they are looked up
-        _Layers(weights.layers),
-        _float32(weights.final_norm),
-        unpacked(weights.lm_head).float(),
-        _float32(weights.positions),
-        _float32(weights.project_in),
-        _float32(weights.project_out),
-    )
-
-
-class _Layers(Ordered[LayerWeights]):
-    """Layers that are widened when they are asked for; the last one stays."""
-
-    def __init__(self, layers: Ordered[LayerWeights]) -> None:
-        self._layers = layers
-        self._last: tuple[int, LayerWeights] | None = None
-
-    def __len__(self) -> int:
-        return len(self._layers)
-
-    def __getitem__(self, index: int) -> LayerWeights:  # type: ignore[override]
-        if self._last is None or self._last[0] != index:
-            self._last = None  # free it first
-            layer = self._layers[index]
-            self._last = index, LayerWeights(*(_float32(getattr(layer, name)) for name in layer.__slots__))
-        return self._last[1]
-
-
-def _float32(x: Tensor | None) -> Tensor | None:
-    return None if x is None else unpacked(x).float()

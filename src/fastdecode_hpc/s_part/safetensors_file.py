@@ -86,6 +86,11 @@ class SafetensorsCheckpoint:
         return {name: entry.shape for name, entry in self._entries.items()}
 
     @property
+    def size_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(entry.size_bytes for entry in self._entries.values())
+
+    @property
     def dtype(self) -> str:
         """The type that holds most of the elements: fp32, fp16 or bf16."""
         sizes: dict[str, int] = {}

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fastdecode_hpc.s_part.base import BaseSPart, Pass
 from fastdecode_hpc.s_part.device import Body, Device, Ready
-from fastdecode_hpc.s_part.model import SPart
 from fastdecode_hpc.s_part.wire import WireCast
 from fastdecode_hpc.transport.base import Ints
 
@@ -20,7 +20,7 @@ class SlotStages:
 
     Parameters
     ----------
-    s_part : SPart
+    s_part : BaseSPart
     cast : WireCast
     device : Device
     max_rows : int
@@ -37,13 +37,12 @@ class SlotStages:
     output; rows don't see each other, and what becomes of them goes nowhere.
     """
 
-    def __init__(self, s_part: SPart, cast: WireCast, device: Device, max_rows: int) -> None:
+    def __init__(self, s_part: BaseSPart, cast: WireCast, device: Device, max_rows: int) -> None:
         config = s_part.config
         self.qkv = device.make_twin(max_rows, config.qkv_size, cast.dtype)
         self.out = device.make_twin(max_rows, config.q_size, cast.dtype)
-        self._s_part, self._cast, self._device, self._max_rows = s_part, cast, device, max_rows
-        self._hidden = torch.zeros(max_rows, config.hidden_size, dtype=s_part.dtype, device=device.torch_device)
-        self._positions = torch.zeros(max_rows, dtype=torch.int64, device=device.torch_device)
+        self._last_layer, self._cast, self._device, self._max_rows = config.num_layers - 1, cast, device, max_rows
+        self._pass = s_part.make_pass(max_rows)
         self._num_rows = self._padded = 0
         self._bodies: dict[tuple[int, int], Sequence[Body]] = {}  # by layer and padded number of rows
 
@@ -58,12 +57,9 @@ class SlotStages:
         """
         num_rows = self._num_rows = len(token_ids)
         self._padded = min(self._device.padded(num_rows), self._max_rows)
-        ids, places = np.array([token_ids, positions], np.int64)
-        self._positions[:num_rows] = self._device.put(torch.from_numpy(places))
-        embedded = self._s_part.embed(self._device.put(torch.from_numpy(ids)), self._positions[:num_rows])
-        self._hidden[:num_rows] = embedded
-        for padding in (self._hidden, self.out.device):
-            padding[num_rows : self._padded].zero_()
+        ids, places = (self._device.put(torch.from_numpy(x)) for x in np.array([token_ids, positions], np.int64))
+        self._pass.start(ids, places, self._padded)
+        self.out.device[num_rows : self._padded].zero_()
 
     def bodies(self, layer: int) -> Sequence[Body]:
         """What brings the rows from one attention to the next: the second half of a layer and the first of `layer`."""
@@ -84,22 +80,17 @@ class SlotStages:
 
     def end(self) -> Tensor:
         """The second half of the last layer: ``[num_rows, hidden_size]``, input of the head."""
-        self._second_half(self._s_part.config.num_layers - 1, self._num_rows)()
-        return self._hidden[: self._num_rows]
+        self._second_half(self._last_layer, self._num_rows)()
+        return self._pass.hidden[: self._num_rows]
 
     # Bodies hold the buffers, not this object that holds them: then all goes with the run, with no cycle to be found.
 
     def _first_half(self, layer: int, num_rows: int) -> Body:
-        buffers = self._hidden[:num_rows], self._positions[:num_rows], self.qkv.device[:num_rows]
-        return partial(_pre_attention, self._s_part, self._cast, layer, *buffers)
+        return partial(_pre_attention, self._pass, self._cast, layer, num_rows, self.qkv.device[:num_rows])
 
     def _second_half(self, layer: int, num_rows: int) -> Body:
-        return partial(_post_attention, self._s_part, layer, self._hidden[:num_rows], self.out.device[:num_rows])
+        return partial(self._pass.post_attention, layer, self.out.device[:num_rows])
 
 
-def _pre_attention(s_part: SPart, cast: WireCast, layer: int, hidden: Tensor, positions: Tensor, qkv: Tensor) -> None:
-    cast.round_into(s_part.pre_attention(layer, hidden, positions), qkv)
-
-
-def _post_attention(s_part: SPart, layer: int, hidden: Tensor, out: Tensor) -> None:
-    hidden.copy_(s_part.post_attention(layer, hidden, out))
+def _pre_attention(rows: Pass, cast: WireCast, layer: int, num_rows: int, qkv: Tensor) -> None:
+    cast.round_into(rows.pre_attention(layer, num_rows), qkv)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from fastdecode_hpc.s_part.base import BaseSPart
 from fastdecode_hpc.s_part.device import Device
-from fastdecode_hpc.s_part.model import SPart
 from fastdecode_hpc.s_part.prefill import GivenKV, Prefill
 from fastdecode_hpc.s_part.sampler import Sampled, choose, pack, unpack
 from fastdecode_hpc.s_part.stages import SlotStages
@@ -54,7 +54,7 @@ class SWorker:
 
     Parameters
     ----------
-    s_part : SPart
+    s_part : BaseSPart
     device : Device
         The seam to what `s_part` lies on.
     transport : SEnd
@@ -73,7 +73,7 @@ class SWorker:
 
     def __init__(
         self,
-        s_part: SPart,
+        s_part: BaseSPart,
         device: Device,
         transport: SEnd,
         scheduler: Scheduler,
