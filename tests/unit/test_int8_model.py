@@ -11,7 +11,7 @@ import torch
 
 from fastdecode_hpc.config import INT8_WEIGHT_BYTES, ConfigError, RunConfig
 from fastdecode_hpc.model_shape import Experts, ModelConfig
-from fastdecode_hpc.s_part.build import build_s_part
+from fastdecode_hpc.s_part.build import build_native
 from fastdecode_hpc.s_part.int8_weights import Int8Weight
 from fastdecode_hpc.s_part.model import SPart
 from fastdecode_hpc.s_part.products import pack_part, unpacked
@@ -115,7 +115,7 @@ def test_checkpoints_of_families(family: str, tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path, family)
     config, ids = read_model_config(path), random_prompt(30)
     run = RunConfig(model=str(path), device="cpu", weight_dtype="int8")
-    s_part = build_s_part(run, config, path, threads=1, max_context_len=64)
+    s_part = build_native(run, config, path, threads=1, max_context_len=64)
     weights = load_weights(path, config, dtype=torch.float32, device=CPU)
     floats = SPart(config, weights, device=CPU, dtype=torch.float32, batch_invariant=False)
     exact = logits_of(floats, ids)

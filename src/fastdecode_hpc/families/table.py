@@ -32,8 +32,8 @@ _OTHERS = """\
 With --s-part transformers any causal model runs whose code in transformers looks its attention up in the table of
 attention functions; tested as above:
 {}
-Cross-attention, state-space and linear-attention layers, latent attention (MLA), ALiBi and there also attention
-sinks are refused before any weight is read.
+Cross-attention, state-space and linear-attention layers, latent attention (MLA), ALiBi, and here also
+attention sinks, are refused before any weight is read.
 """
 
 
