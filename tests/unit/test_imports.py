@@ -42,7 +42,12 @@ def importers_of(name: str) -> set[str]:
 
 
 def test_each_heavy_dependency_has_one_home() -> None:
-    assert importers_of("fastdecode_hpc._kernels") == {"isa.py", "r_part/attention.py", "s_part/row_kernels.py"}
+    assert importers_of("fastdecode_hpc._kernels") == {
+        "isa.py",
+        "r_part/attention.py",
+        "s_part/row_kernels.py",
+        "s_part/prompt_attention.py",
+    }
     assert importers_of("mpi4py") == {"transport/mpi.py"}
     assert all(path.startswith("report/") for path in importers_of("h5py"))
     assert importers_of("matplotlib") == {"plot_style.py"}
