@@ -67,7 +67,7 @@ def plant_at(moment: str, *, is_s_rank: bool) -> None:
     if moment == "init":
         plant(mpi, "init_mpi")
     elif moment == "start":
-        plant(startup, "_say_hello")
+        plant(startup, "say_hello")
     elif moment == "cache":
         plant(engine.Engine, "_make_partition")
     elif moment == "load":

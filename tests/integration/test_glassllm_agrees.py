@@ -117,7 +117,7 @@ def test_greedy_text_is_that_of_its_own_cache(original, checkpoint: Path, ranks:
     model, tokenizer = original
     prompts, output = [tokenizer.encode(text) for text in TEXTS], tmp_path / "out.json"
     (tmp_path / "prompts.json").write_text(json.dumps(prompts))
-    done = run_ranks(ranks, [str(PROGRAM), str(tmp_path / "prompts.json"), str(output), str(checkpoint)])
+    done = run_ranks(ranks, [str(PROGRAM), str(tmp_path / "prompts.json"), str(output), "native", str(checkpoint)])
     assert done.returncode == 0, done.stderr[-3000:]
     (texts,) = json.loads(output.read_text()).values()
     wanted = [[step.token for step in model.generate(ids, NUM_TOKENS, greedy=True)] for ids in prompts]

@@ -92,10 +92,11 @@ class BaseSPart(ABC):
         """A score of each head of a layer that takes weight and has no value, ``[num_heads]``; None: it has none."""
         return None
 
-    def all_sinks(self) -> Floats:
-        """`sinks` of all layers, ``[num_layers, num_heads]`` float32; there must be some."""
+    def all_sinks(self) -> Floats | None:
+        """`sinks` of all layers, ``[num_layers, num_heads]`` float32; None: the model has none."""
         found = [self.sinks(layer) for layer in range(self.config.num_layers)]
-        return np.stack([sinks.float().cpu().numpy() for sinks in found if sinks is not None])
+        kept = [sinks.float().cpu().numpy() for sinks in found if sinks is not None]
+        return np.stack(kept) if kept else None
 
     def prefill_attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
         """Causal attention of one chunk of one prompt; its result depends on nothing else.
