@@ -174,7 +174,7 @@ class RunConfig:
     )
     weight_dtype: str = _option(
         "auto",
-        "type of the S-Part's matrices; auto: as --dtype; int8: 8 bits with a scale for each 32, on a CPU",
+        "type of the S-Part's matrices; auto: as --dtype; int8: 8 bits with scale and offset for each 32, on a CPU",
         choices=("auto", "int8"),
     )
     cuda_graphs: str = _option(
@@ -255,7 +255,7 @@ class RunConfig:
     )  # fmt: skip
     isa_per_rank: bool = _option(False, "let each R-worker use its own best instruction set")
     batch_invariant: bool | None = _option(
-        None, "make a row's bits independent of its batch; default: on where the S-Part is on a CPU"
+        None, "make a row's bits independent of its batch; default: on for a native S-Part on a CPU"
     )
     watchdog_s: float = _option(300.0, "seconds that a wait for another rank may take before the job is ended")
     seed: int = _option(0, "seed of rows that bring none")

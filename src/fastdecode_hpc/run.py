@@ -17,7 +17,7 @@ from fastdecode_hpc.s_part.worker import SWorker
 from fastdecode_hpc.schedule.placement import Placement
 from fastdecode_hpc.schedule.prompts import GivenPrompts, PromptQueue
 from fastdecode_hpc.schedule.scheduler import make_scheduler
-from fastdecode_hpc.schedule.shares import Shares
+from fastdecode_hpc.schedule.shares import EQUAL, Shares
 from fastdecode_hpc.schedule.worker_costs import WorkerCost
 from fastdecode_hpc.sequence import Choice, Request, Sequence
 from fastdecode_hpc.setup import Setup
@@ -65,7 +65,7 @@ class Run:
         self.setup, self.config, self.s_part = setup, config, s_part
         self.tokenizer, self.hooks, self.stop_requested = tokenizer, hooks, stop_requested
         self.stats = RunStats()
-        self._told_shares = False
+        self._told_shares = EQUAL  # where the shares that were told came from
         self._accepted: dict[int, Accepted] = {}  # by seq_id, until the sequence has ended
         self._streams: dict[int, TextStream] = {}  # by seq_id, where there are stop strings
         self._placement = Placement(
@@ -225,7 +225,9 @@ class Run:
         self.hooks.on_step(times)
 
     def _tell_shares(self, step: int) -> None:
-        """Say once that R-workers will get unequal shares, as soon as that is so."""
-        if not self._told_shares and step % TELL_STEPS == 0 and (text := self._shares.describe()):
-            self._told_shares = True
+        """Say that R-workers will get unequal shares: once as a profile has them, once as they were measured."""
+        if step == 0 or step % TELL_STEPS or self._shares.source == self._told_shares:
+            return
+        if text := self._shares.describe():
+            self._told_shares = self._shares.source
             logger.info("shares of the load: %s", text)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.schedule.kv_layout import RECENT_WINDOW, KVLayout, LayerGroup, make_layout
-from fastdecode_hpc.schedule.placement import Placement, row_counts
+from fastdecode_hpc.schedule.placement import RETRY_STEPS, Placement, row_counts
 from fastdecode_hpc.schedule.worker_costs import WorkerCost
 from fastdecode_hpc.sequence import SamplingParams, Sequence
 
@@ -201,3 +201,16 @@ def test_counts_add_up(owners: list[int]) -> None:
 def test_unordered_owners_are_a_bug() -> None:
     with pytest.raises(AssertionError, match="ordered by owner"):
         row_counts([2, 1], 3)
+
+
+def test_a_worker_that_got_nothing_for_long_gets_a_sequence() -> None:
+    """Else a link that is well again would never be seen."""
+    placement = Placement(layout(), dict.fromkeys((1, 2), (1000,)), {1: WorkerCost(), 2: WorkerCost(step_s=1e9)})
+    for step in range(0, RETRY_STEPS, 100):
+        seq = make_seq(step, 8)
+        assert placement.place(seq, step) == 1
+        placement.release(seq, step + 8)
+    seqs = [make_seq(number, 8) for number in range(2)]
+    assert [placement.place(seq, RETRY_STEPS) for seq in seqs] == [2, 1]
+    placement.release(seqs[0], RETRY_STEPS + 8)
+    assert placement.place(make_seq(2, 8), RETRY_STEPS + 9) == 1

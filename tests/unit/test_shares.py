@@ -188,8 +188,8 @@ def step(*ranks: tuple[float, float, float, float]) -> StepTimes:
     return times
 
 
-def make_shares(text: str = "auto", **options) -> Shares:
-    return Shares(text, (1, 2, 3), num_layers=NUM_LAYERS, back_ratio=BACK, **options)
+def make_shares(text: str = "auto", owners: tuple[int, ...] = (1, 2, 3), **options) -> Shares:
+    return Shares(text, owners, num_layers=NUM_LAYERS, back_ratio=BACK, **options)
 
 
 def test_links_that_are_alike_change_nothing() -> None:
@@ -236,6 +236,49 @@ def test_a_link_that_was_not_seen_counts_as_the_fastest() -> None:
     for _ in range(MIN_STEPS):  # one alone can't be compared
         shares.observe(step((1000, 10, 0.1, math.nan), (1000, 10, 0.1, math.nan), (1000, 10, 0.1, 5e-3)))
     assert not any(cost.row_s for cost in shares.costs.values())
+
+
+def test_an_unseen_link_is_what_the_profile_says() -> None:
+    shares = make_shares(start={1: WorkerCost(1e-4, 1e-3), 2: WorkerCost(1e-4, 1e-3), 3: WorkerCost(1e-4, 1e-3, 1.0)})
+    assert shares.ideal()[3] == 0
+    for _ in range(MIN_STEPS):
+        shares.observe(step((1000, 10, 0.1, 1e-3), (1000, 10, 0.1, 1e-3), (0, 0, 0.0, math.nan)))
+    assert shares.costs[3].step_s == 1.0 and shares.ideal()[3] == 0
+
+
+@pytest.mark.parametrize("num_workers", [2, 3, 8, 64])
+def test_links_alike_behind_one_adapter_stay_alike(num_workers: int) -> None:
+    """Messages leave one after the other, so the last is there last; the shares must not follow that."""
+    random, ranks = np.random.default_rng(0), range(1, num_workers + 1)
+    shares = make_shares(owners=tuple(ranks))
+    for _ in range(2000):
+        rows = [max(1, round(share * 20 * num_workers)) for share in shares.ideal().values()]
+        arrived = 2e-6 + 1e-5 * np.cumsum(rows) * random.lognormal(0, 0.05, num_workers)
+        shares.observe(step(*((100 * n, n, 1e-3 * n, t) for n, t in zip(rows, arrived.tolist(), strict=True))))
+    assert list(shares.ideal().values()) == pytest.approx([1 / num_workers] * num_workers, rel=0.1)
+
+
+@pytest.mark.parametrize("slow", [2, 5, 8])
+def test_a_slow_link_is_seen_among_those_behind_one_adapter(slow: int) -> None:
+    shares = make_shares(owners=tuple(range(1, 9)))
+    for _ in range(2000):
+        rows = [max(1, round(share * 160)) for share in shares.ideal().values()]
+        own = [1e-4 * n * (20 if rank == slow else 0) for rank, n in enumerate(rows, start=1)]
+        arrived = (1e-4 * np.cumsum(rows) + own).tolist()
+        shares.observe(step(*((10 * n, n, 1e-5 * n, t) for n, t in zip(rows, arrived, strict=True))))
+    found = shares.ideal()
+    assert found[slow] < 0.5 / 8 and all(share > 0.9 / 8 for rank, share in found.items() if rank != slow)
+
+
+def test_what_has_been_measured_stays_known_where_steps_become_short() -> None:
+    shares = make_shares()
+    for _ in range(1000):
+        shares.observe(step(*[(1000, 10, 2e-3, math.nan)] * 2, (1000, 10, 4e-3, math.nan)))
+    assert shares.source == MEASURED and shares.has_seconds
+    for _ in range(5000):
+        shares.observe(step(*[(10, 1, 2e-5, math.nan)] * 2, (10, 1, 4e-5, math.nan)))
+        assert set(shares.costs) == {1, 2, 3}
+    assert shares.costs[3].token_s == pytest.approx(2 * shares.costs[1].token_s)
 
 
 def test_attention_too_short_to_be_compared_counts_the_same_everywhere() -> None:

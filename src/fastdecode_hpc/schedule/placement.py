@@ -14,6 +14,7 @@ from fastdecode_hpc.schedule.kv_layout import KVLayout
 from fastdecode_hpc.schedule.worker_costs import WorkerCost
 from fastdecode_hpc.sequence import Sequence
 
+RETRY_STEPS = 10_000  # without a sequence
 _EQUAL = WorkerCost()
 
 
@@ -43,11 +44,13 @@ class Placement:
     _free: dict[int, list[int]] = field(init=False)
     _forecasts: dict[int, LoadForecast] = field(init=False)
     _rows: dict[int, RowForecast] = field(init=False)
+    _used: dict[int, int] = field(init=False)  # last step at which each got or gave back a sequence
 
     def __post_init__(self) -> None:
         self._free = {rank: list(blocks) for rank, blocks in self.capacity.items()}
         self._forecasts = {rank: LoadForecast(self.layout) for rank in self.capacity}
         self._rows = {rank: RowForecast(self.layout) for rank in self.capacity}
+        self._used = dict.fromkeys(self.capacity, 0)
 
     @property
     def owners(self) -> tuple[int, ...]:
@@ -65,7 +68,8 @@ class Placement:
         -------
         int or None
             The owner's rank: of those that have room the one that is to be busy, with attention and its link, for the
-            shortest time while the sequence runs. None while no R-worker has room.
+            shortest time while the sequence runs. None while no R-worker has room. One whose link kept all sequences
+            from it for `RETRY_STEPS` gets one: else nobody would see that the link is well again.
         """
         need = self.layout.worst_case(seq.max_context_len)
         room = [rank for rank in self.owners if _covers(self._free[rank], need)]
@@ -73,7 +77,11 @@ class Placement:
             return None
         own = self._forecasts[room[0]].loads_of(seq)
         mine, num_steps = int(own.sum()), len(own)
-        owner = min(room, key=lambda rank: (self._busy(rank, step, num_steps, mine), rank))
+        idle = [
+            rank for rank in room if step - self._used[rank] >= RETRY_STEPS and not self._rows[rank].expected(step, 1)
+        ]
+        owner = min(idle or room, key=lambda rank: (self._busy(rank, step, num_steps, mine), rank))
+        self._used[owner] = step
         self._take(owner, need)
         self._forecasts[owner].add(seq, step)
         self._rows[owner].add(seq, step)
@@ -82,6 +90,7 @@ class Placement:
 
     def release(self, seq: Sequence, step: int) -> None:
         """Give the reservation of a sequence back that ended before `step`."""
+        self._used[seq.owner] = step
         self._take(seq.owner, tuple(-n for n in self.layout.worst_case(seq.max_context_len)))
         self._forecasts[seq.owner].remove(seq, step)
         self._rows[seq.owner].remove(seq, step)

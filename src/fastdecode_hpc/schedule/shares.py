@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from fastdecode_hpc.schedule.speeds import LinkSpeeds, WorkerSpeeds
+from fastdecode_hpc.schedule.speeds import LinkSpeeds, Turns, WorkerSpeeds
 from fastdecode_hpc.schedule.worker_costs import WorkerCost, ideal_shares, told_costs
 from fastdecode_hpc.timing import StepTimes
 
@@ -40,8 +40,8 @@ class Shares:
     Notes
     -----
     What can be seen of a link is when q, k, v are at an R-worker that looks. The way back is taken to be as fast: its
-    messages end together, when the last one is there. Links of which nothing was seen yet are taken to be as fast as
-    the fastest.
+    messages end together, when the last one is there. Links of which nothing was seen yet are what the profile says, or
+    without one as fast as the fastest.
 
     Links that are about alike are left out, as rows cost the same everywhere then. Costs change slowly, belong to the
     machine rather than to the shares, and count for sequences to come, as none ever moves: shares can't swing.
@@ -65,6 +65,7 @@ class Shares:
         self._num_layers, self._back_ratio = num_layers, back_ratio
         self._start = dict(start or {}) if self._measures else {}
         self._speeds, self._links = WorkerSpeeds(owners), LinkSpeeds(owners, latencies or {})
+        self._turns = Turns()
         self._are_unlike = False
         self._expected = num_rows, context_len
         self._rows = self._tokens = self._steps = 0.0  # so far, of all R-workers together
@@ -80,16 +81,23 @@ class Shares:
             self._rows += of_rank.num_rows
             if self._measures:
                 self._speeds.add(rank, of_rank.load_tokens, of_rank.t_r_part)
-                if of_rank.num_rows and math.isfinite(of_rank.t_link):
-                    self._links.add(rank, of_rank.num_rows, of_rank.t_link)
+        if self._measures:
+            self._observe_links(times)
         self._steps += bool(times.num_rows)
         if self._measures:
             self._update()
 
+    def _observe_links(self, times: StepTimes) -> None:
+        seen = {rank: (one.num_rows, one.t_link) for rank, one in times.ranks.items()}
+        for links in self._turns.take(seen) if len(self._owners) > 1 else ():
+            for rank, (num_rows, seconds) in links.items():
+                if num_rows and math.isfinite(seconds):
+                    self._links.add(rank, num_rows, seconds)
+
     @property
     def has_seconds(self) -> bool:
         """Whether costs are in seconds."""
-        return self.source in (PROFILE, MEASURED)
+        return bool(self.costs) and self.source in (PROFILE, MEASURED)
 
     def ideal(self) -> dict[int, float]:
         """Shares to which the costs lead, for mini-batches as they were so far on average; they add up to 1."""
@@ -131,8 +139,7 @@ class Shares:
             self.costs = {rank: replace(links[rank], token_s=token_s[rank]) for rank in self._owners}
         else:
             self.costs = {rank: WorkerCost(seconds) for rank, seconds in token_s.items()}
-        if self.costs:
-            self.source = MEASURED if measured else PROFILE
+        self.source = (MEASURED if measured else PROFILE) if self.costs else EQUAL
 
     def _links_known(self) -> dict[int, WorkerCost]:
         """Costs of links, attention left aside: as measured, before that from the profile."""
@@ -146,7 +153,7 @@ class Shares:
         }
         rows = self._mean_rows()
         fastest = min(costs.values(), key=lambda cost: cost.link_s(rows))
-        return {rank: costs.get(rank, fastest) for rank in self._owners}
+        return {rank: costs.get(rank, self._start.get(rank, fastest)) for rank in self._owners}
 
     def _differ(self, links: Mapping[int, WorkerCost]) -> bool:
         """Whether some link is slower than another one; what was found before takes more to be changed."""

@@ -45,10 +45,14 @@ def link_times(
         Seconds by which the clock of each may be off. Where that is a fifth of the longest time or more, nothing can be
         seen.
     """
-    found = {
-        rank: float(link_s(posted, one.t_asked, one.t_arrived, one.t_before, latencies[rank]))
-        for rank, one in reports.items()
-    }
-    seen = {rank: seconds for rank, seconds in found.items() if math.isfinite(seconds)}
+    if not reports:
+        return {}
+    asked, arrived, before = (
+        np.stack([getattr(one, name) for one in reports.values()], axis=1)
+        for name in ("t_asked", "t_arrived", "t_before")
+    )
+    latency = np.array([latencies[rank] for rank in reports])
+    found = link_s(posted[:, None], asked, arrived, before, latency)
+    seen = {rank: seconds for rank, seconds in zip(reports, found.tolist(), strict=True) if math.isfinite(seconds)}
     longest = max(seen.values(), default=0.0)
     return {rank: seconds for rank, seconds in seen.items() if doubts[rank] <= LINK_ACCURACY * longest}
