@@ -12,6 +12,7 @@ export SLURM_CONF=$FASTDECODE_SLURM_DIR/slurm.conf
 trap 'scripts/slurm_up.sh stop' EXIT
 scripts/slurm_up.sh start $install
 
+export UCX_NET_DEVICES=lo  # short addresses: Slurm's pmi2 loses what one of several devices takes now and then
 export PATH=$PWD/.venv/bin:$PATH PYTHONPATH=$PWD/src:$PWD/tests TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 unset OMP_NUM_THREADS
 [ $# -gt 0 ] || set -- -m "not slow"
