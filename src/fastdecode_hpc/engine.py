@@ -270,6 +270,7 @@ class Engine:
 
     def _make_partition(self) -> None:
         if not self.me.num_blocks:
+            self._follow_isa()
             return
         from fastdecode_hpc.isa import select_isa
         from fastdecode_hpc.r_part.attention import DecodeAttention
@@ -287,6 +288,14 @@ class Engine:
             wire_dtype=self.run_config.wire_dtype,
             num_threads=self.me.threads,
         )
+
+    def _follow_isa(self) -> None:
+        """Prompts' attention on the S-worker's CPU has the bits of one process, where it has the R-workers' ISA."""
+        from fastdecode_hpc.isa import available_isas, select_isa
+
+        isas = {self.setup.ranks[owner].isa for owner in self.setup.owners}
+        if len(isas) == 1 and (isa := isas.pop()) in available_isas():
+            select_isa(isa)
 
     def _no_room(self, error: Exception) -> str:
         layout, blocks = self.setup.layout, self.me.num_blocks

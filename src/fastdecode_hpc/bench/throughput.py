@@ -31,8 +31,8 @@ UNITS = {
     "step_s": "s", "t_s_part": "s", "t_r_part": "s", "t_wait": "s", "t_prefill": "s", "rows": "1",
 }  # fmt: skip
 RUN_OPTIONS = (
-    "model", "load_format", "s_part", "num_layers", "device", "dtype", "weight_dtype", "cuda_graphs", "wire_dtype",
-    "num_slots",
+    "model", "load_format", "s_part", "trust_remote_code", "num_layers", "device", "dtype", "weight_dtype",
+    "cuda_graphs", "wire_dtype", "num_slots",
     "max_prefill_tokens", "prefill_chunk_tokens", "block_size", "kv_memory_bytes", "threads", "pin_threads", "wait",
     "isa", "batch_invariant", "r_worker_weights", "allow_oversubscribe",
 )  # fmt: skip
