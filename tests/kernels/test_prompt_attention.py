@@ -19,15 +19,8 @@ from fastdecode_hpc.s_part import layers, prompt_attention
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 QKV = tuple[Tensor, Tensor, Tensor]
 
+pytestmark = pytest.mark.usefixtures("restored")
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-
-
-@pytest.fixture(autouse=True)
-def restored():
-    before = active_isa(), torch.get_num_threads()
-    yield
-    select_isa(before[0])
-    torch.set_num_threads(before[1])
 
 
 def make(

@@ -9,23 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from fastdecode_hpc.isa import active_isa, available_isas, select_isa
+from fastdecode_hpc.isa import available_isas, select_isa
 from fastdecode_hpc.s_part import layers, row_kernels
 
 SIZES = (1, 7, 16, 31, 64, 100, 768, 4096 + 3)
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 EPS = 1e-5
 
+pytestmark = pytest.mark.usefixtures("restored")
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 sizes = pytest.mark.parametrize("size", SIZES)
-
-
-@pytest.fixture(autouse=True)
-def restored():
-    before = active_isa(), torch.get_num_threads()
-    yield
-    select_isa(before[0])
-    torch.set_num_threads(before[1])
 
 
 def random(*shape: int, dtype: torch.dtype, scale: float = 1.0, seed: int = 0) -> Tensor:

@@ -76,20 +76,19 @@ class Shares:
 
     def observe(self, times: StepTimes) -> None:
         """Take what a step of a slot tells."""
-        for rank, of_rank in times.ranks.items():
+        for of_rank in times.ranks.values():
             self._tokens += of_rank.load_tokens
             self._rows += of_rank.num_rows
-            if self._measures:
-                self._speeds.add(rank, of_rank.load_tokens, of_rank.t_r_part)
-        if self._measures:
-            self._observe_links(times)
         self._steps += bool(times.num_rows)
         if self._measures:
+            self._measure(times)
             self._update()
 
-    def _observe_links(self, times: StepTimes) -> None:
+    def _measure(self, times: StepTimes) -> None:
+        for rank, of_rank in times.ranks.items():
+            self._speeds.add(rank, of_rank.load_tokens, of_rank.t_r_part)
         seen = {rank: (one.num_rows, one.t_link) for rank, one in times.ranks.items()}
-        for links in self._turns.take(seen) if len(self._owners) > 1 else ():
+        for links in self._turns.take(seen):
             for rank, (num_rows, seconds) in links.items():
                 if num_rows and math.isfinite(seconds):
                     self._links.add(rank, num_rows, seconds)
