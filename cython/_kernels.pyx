@@ -24,7 +24,7 @@ cdef int64_t PAGE_BYTES = 4096
 cdef int64_t MIN_PARALLEL_VALUES = 1 << 16  # of K and V; to store fewer, starting threads costs more
 cdef int64_t LINE_FLOATS = 16  # of a cache line
 
-INT8_PANEL, INT8_GROUP, INT8_SCALED = kPanelOut, kGroupIn, kScaleIn  # of weights
+PANEL, INT8_GROUP, INT8_SCALED = kPanelOut, kGroupIn, kScaleIn  # of weights
 PRODUCT_FLOATS = product_floats()  # of one thread's workspace
 
 cdef const Kernels* active = available(num_available() - 1)

@@ -4,6 +4,7 @@ cdef extern from "kernels/kernels.h" namespace "fastdecode" nogil:
     const int kPanelOut
     const int kGroupIn
     const int kScaleIn
+    const int kProductRows
 
     cdef struct LayerView:
         char* keys
@@ -70,6 +71,19 @@ cdef extern from "kernels/kernels.h" namespace "fastdecode" nogil:
         float softcap
         const float* sinks
 
+    cdef struct Product:
+        const void* rows
+        int64_t row_stride
+        int64_t num_rows
+        int64_t num_in
+        int64_t num_out
+        const void* weights
+        const float* bias
+        void* out
+        int32_t row_dtype
+        int32_t weight_dtype
+        int32_t out_dtype
+
     cdef struct Int8Product:
         const float* rows
         int64_t row_stride
@@ -95,6 +109,8 @@ cdef extern from "kernels/kernels.h" namespace "fastdecode" nogil:
         int64_t (*to_wire)(const void*, int32_t, void*, int32_t, int64_t) noexcept nogil
         void (*attend_prompt)(const PromptArgs&, int64_t, int64_t, int64_t, float*) noexcept nogil
         void (*multiply_int8)(const Int8Product&, int64_t, int64_t, float*) noexcept nogil
+        void (*multiply)(const Product&, int64_t, int64_t) noexcept nogil
+        bint has_pair_products
 
     int64_t token_bytes(int32_t, int32_t)
     int64_t partial_floats(int32_t, int32_t)

@@ -6,6 +6,7 @@
 cdef int64_t MIN_PARALLEL_BYTES = 1 << 17  # read and written; for fewer, starting threads costs more
 cdef int64_t MIN_PARALLEL_GATES = 1 << 14  # an exponential and a division each
 cdef int64_t MIN_PARALLEL_CODES = 1 << 15  # read, and multiplied with one row at least
+cdef int64_t MIN_PARALLEL_TERMS = 1 << 16  # of products, multiplied and added
 
 
 def rms_norm(uintptr_t rows, int64_t num_rows, int64_t inner, int64_t outer_bytes, int64_t inner_bytes,
@@ -57,6 +58,28 @@ def to_wire(uintptr_t rows, int64_t num_rows, int64_t row_bytes, int32_t dtype, 
         found += kernels.to_wire(<const void*> (rows + row * row_bytes), dtype,
                                  <void*> (target + row * target_row_bytes), target_dtype, num_columns)
     (<int64_t*> num_saturated)[0] += found
+
+
+def has_pair_products():
+    """Whether the instruction set in use multiplies rows of bf16 as they are."""
+    return bool(active.has_pair_products)
+
+
+def multiply(uintptr_t rows, int64_t num_rows, int64_t row_stride, int32_t row_dtype, int64_t num_in,
+             uintptr_t weights, int32_t weight_dtype, int64_t num_out, uintptr_t bias, uintptr_t target,
+             int32_t target_dtype, int num_threads):
+    """Products of rows with weights in panels, into contiguous rows; `bias` may be 0."""
+    cdef Product product
+    cdef int64_t part
+    cdef int64_t units = (num_rows + kProductRows - 1) // kProductRows * ((num_out + kPanelOut - 1) // kPanelOut)
+    cdef int parts = team(num_rows * num_in * num_out, MIN_PARALLEL_TERMS, num_threads)
+    cdef const Kernels* kernels = active
+    product.rows, product.row_stride, product.num_rows = <const void*> rows, row_stride, num_rows
+    product.num_in, product.num_out = num_in, num_out
+    product.weights, product.bias, product.out = <const void*> weights, <const float*> bias, <void*> target
+    product.row_dtype, product.weight_dtype, product.out_dtype = row_dtype, weight_dtype, target_dtype
+    for part in prange(parts, nogil=True, schedule="static", num_threads=parts):
+        kernels.multiply(product, part * units // parts, (part + 1) * units // parts)
 
 
 def multiply_int8(uintptr_t rows, int64_t num_rows, int64_t row_stride, int64_t num_in, uintptr_t codes,

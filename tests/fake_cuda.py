@@ -115,6 +115,7 @@ class FakeCuda(TorchDispatchMode):
         monkeypatch.setattr("fastdecode_hpc.s_part.cuda._pinned", self._make_pinned)
         # A GPU has none of them, and what they read and write by address could not be seen here.
         monkeypatch.setattr("fastdecode_hpc.s_part.row_kernels.take", lambda x, *num_dims: False)
+        monkeypatch.setattr("fastdecode_hpc.s_part.products.pays", lambda dtype: False)
 
     @contextmanager
     def _use(self, stream: Stream) -> Iterator[None]:

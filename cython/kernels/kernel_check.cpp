@@ -715,6 +715,54 @@ std::string check_product(const Kernels& kernels) {
   return "";
 }
 
+// Products with weights of floats, of some units and then the others, in memory that is exactly as large.
+std::string check_float_product(const Kernels& kernels) {
+  Random random(5);
+  for (int i = 0; i < 100; ++i) {
+    const std::int32_t dtype = random.one_in(2) ? kFloat32 : kBFloat16;
+    const int pairs = dtype == kFloat32 ? 1 : 2;
+    const int num_rows = random.one_in(10) ? kProductRows + random.between(1, 20) : random.between(1, 30);
+    const int num_in = random.between(1, random.one_in(3) ? 900 : 20) * pairs;
+    const int stride = num_in + random.upto(5), num_out = random.between(1, 3 * kPanelOut);
+    const int panels = (num_out + kPanelOut - 1) / kPanelOut;
+    const auto draw = [&](int size) {
+      std::vector<float> wide(static_cast<std::size_t>(size));
+      for (float& each : wide) each = random.bell();
+      FloatRow row(dtype, size);
+      kernels.to_wire(wide.data(), kFloat32, row.data(), dtype, size);
+      return row;
+    };
+    FloatRow x = draw((num_rows - 1) * stride + num_in), weights = draw(panels * num_in * kPanelOut);
+    FloatRow out(dtype, num_rows * num_out);
+    std::vector<float> wide(static_cast<std::size_t>((num_rows - 1) * stride + num_in)), bias(static_cast<std::size_t>(num_out));
+    for (std::size_t k = 0; k < wide.size(); ++k) wide[k] = static_cast<float>(x[static_cast<int>(k)]);
+    for (float& each : bias) each = random.bell();
+    const bool has_bias = random.one_in(2), is_wide = dtype == kFloat32 || !kernels.has_pair_products;
+    const void* rows = x.data();
+    if (is_wide) rows = wide.data();
+    const Product product = {rows, stride, num_rows, num_in, num_out, weights.data(), has_bias ? bias.data() : nullptr, out.data(), is_wide ? kFloat32 : dtype, dtype, dtype};
+    const int units = (num_rows + kProductRows - 1) / kProductRows * panels, cut = random.upto(units);
+    kernels.multiply(product, cut, units);
+    kernels.multiply(product, 0, cut);
+    for (int r = 0; r < num_rows; ++r) {
+      for (int o = 0; o < num_out; ++o) {
+        double sum = has_bias ? bias[o] : 0.0, size = std::fabs(sum);
+        for (int k = 0; k < num_in; ++k) {
+          const int place = ((o / kPanelOut * num_in + k - k % pairs) * kPanelOut + o % kPanelOut * pairs) + k % pairs;
+          const double term = double{x[r * stride + k]} * weights[place];
+          sum += term;
+          size += std::fabs(term);
+        }
+        const double rounding = dtype == kFloat32 ? 0.0 : 0x1p-8 * std::fabs(sum);
+        if (!(std::fabs(out[r * num_out + o] - sum) <= kProductIn * 0x1p-24 * size + rounding)) {
+          return "product of " + std::to_string(num_rows) + " rows of " + std::to_string(num_in) + " " + kNames[dtype];
+        }
+      }
+    }
+  }
+  return "";
+}
+
 // Cases until `count` or `seconds` are over.
 int run_cases(long count, double seconds, std::uint64_t seed) {
   const auto started = std::chrono::steady_clock::now();
@@ -756,6 +804,7 @@ int main(int argc, char** argv) {
     if (wrong.empty()) wrong = check_exp(*available(i));
     if (wrong.empty()) wrong = check_rows(*available(i));
     if (wrong.empty()) wrong = check_product(*available(i));
+    if (wrong.empty()) wrong = check_float_product(*available(i));
     if (!wrong.empty()) {
       std::printf("%s: %s\n", available(i)->name, wrong.c_str());
       return 1;

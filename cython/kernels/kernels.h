@@ -118,12 +118,34 @@ std::int64_t workspace_floats(std::int32_t group_size, std::int32_t head_dim);
 constexpr int kMaxPanelRows = 48;  // rows that lie together there, at most
 std::int64_t prompt_workspace_floats(std::int64_t num_queries, std::int32_t group_size, std::int32_t head_dim);
 
-// Rows times a matrix [num_out, num_in] of 8 bits, for the S-Part. kPanelOut outputs are a panel, kGroupIn inputs a group,
-// and kScaleIn inputs of an output share a scale and an offset; the last ones may be fewer:
+// Rows times a matrix [num_out, num_in], for the S-Part; kPanelOut outputs are a panel. Of floats:
+//   float32  [panels][num_in][32 outputs]
+//   bfloat16 [panels][num_in / 2][32 outputs][2 inputs], `num_in` being even
+constexpr int kPanelOut = 32;
+constexpr int kProductRows = 96;   // that one after the other are multiplied with a panel
+constexpr int kProductIn = 768;    // whose weights in a panel stay in a cache meanwhile
+constexpr int kProductBlocks = 4;  // of rows, that are multiplied with a panel before the next one is read
+
+struct Product {
+  const void* rows;
+  std::int64_t row_stride;  // values from row to row
+  std::int64_t num_rows;
+  std::int64_t num_in;
+  std::int64_t num_out;
+  const void* weights;
+  const float* bias;  // [num_out], or null
+  void* out;          // [num_rows, num_out]
+  // Rows are float32; those of bfloat16 weights may be bfloat16 where `has_pair_products`. `out` is one of these.
+  std::int32_t row_dtype;
+  std::int32_t weight_dtype;
+  std::int32_t out_dtype;
+};
+
+// Of 8 bits: kGroupIn inputs are a group, and kScaleIn inputs of an output share a scale and an offset; the last ones may
+// be fewer:
 //   codes    [groups][panels][inputs of the group][32 outputs]; value = offset + scale * code
 //   scales, offsets   [num_in / 32][panels][32 outputs]
 // so that whoever computes some panels reads runs of memory, once for kRowBlock rows.
-constexpr int kPanelOut = 32;
 constexpr int kGroupIn = 128;
 constexpr int kScaleIn = 32;
 constexpr int kRowBlock = 240;
@@ -182,6 +204,9 @@ struct Kernels {
   // 64-byte aligned.
   void (*multiply_int8)(const Int8Product& product, std::int64_t first_panel, std::int64_t last_panel,
                         float* workspace);
+  // Some units of a product; one is a panel with a block of kProductRows rows.
+  void (*multiply)(const Product& product, std::int64_t first_unit, std::int64_t last_unit);
+  bool has_pair_products;
 };
 
 // Instruction sets that this build has and this processor can run, slowest first.

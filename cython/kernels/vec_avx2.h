@@ -122,4 +122,9 @@ Vec choose_below(Vec x, float limit, Vec a, Vec b) {
   return {_mm256_blendv_ps(b.v, a.v, _mm256_cmp_ps(x.v, _mm256_set1_ps(limit), _CMP_LT_OQ))};
 }
 
+Vec low_of_pair(Vec x) { return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(x.v), 16))}; }
+Vec high_of_pair(Vec x) {
+  return {_mm256_castsi256_ps(_mm256_and_si256(_mm256_castps_si256(x.v), _mm256_set1_epi32(-65536)))};
+}
+
 }  // namespace

@@ -162,13 +162,14 @@ Vec choose_below(Vec x, float limit, Vec a, Vec b) {
   return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(x.v, _mm512_set1_ps(limit), _CMP_LT_OQ), b.v, a.v)};
 }
 
-#ifdef __AVX512BF16__
 // A lane of 32 bits as two bfloat16.
-Vec add_pair_product(Vec sum, Vec a, Vec b) { return {_mm512_dpbf16_ps(sum.v, (__m512bh)a.v, (__m512bh)b.v)}; }
 Vec low_of_pair(Vec x) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(x.v), 16))}; }
 Vec high_of_pair(Vec x) {
   return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x.v), _mm512_set1_epi32(-65536)))};
 }
+
+#ifdef __AVX512BF16__
+Vec add_pair_product(Vec sum, Vec a, Vec b) { return {_mm512_dpbf16_ps(sum.v, (__m512bh)a.v, (__m512bh)b.v)}; }
 // Of values that are bfloat16 already.
 Vec join_pair(Vec low, Vec high) {
   const __m512i low_bits = _mm512_srli_epi32(_mm512_castps_si512(low.v), 16);

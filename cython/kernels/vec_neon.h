@@ -103,4 +103,9 @@ Vec zero_below(Vec x, float limit, Vec value) {
 
 Vec choose_below(Vec x, float limit, Vec a, Vec b) { return {vbslq_f32(vcltq_f32(x.v, vdupq_n_f32(limit)), a.v, b.v)}; }
 
+Vec low_of_pair(Vec x) { return {vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_f32(x.v), 16))}; }
+Vec high_of_pair(Vec x) {
+  return {vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(x.v), vdupq_n_u32(0xffff0000u)))};
+}
+
 }  // namespace

@@ -23,6 +23,7 @@
 //   exp2_from_magic(t): 2^n for t = n + kRoundMagic
 //   zero_below(x, limit, value): 0 where x < limit, else value
 //   choose_below(x, limit, a, b): a where x < limit, else b
+//   low_of_pair(x), high_of_pair(x): of lanes that hold two bfloat16, as floats
 #pragma once
 
 #include <cstdint>
@@ -155,5 +156,8 @@ Vec exp2_from_magic(Vec t) { return {(Floats)(((Bits)t.v + 127u) << 23)}; }
 Vec zero_below(Vec x, float limit, Vec value) { return {(Floats)((Bits)value.v & ~(Bits)(x.v < limit))}; }
 
 Vec choose_below(Vec x, float limit, Vec a, Vec b) { return {x.v < limit ? a.v : b.v}; }
+
+Vec low_of_pair(Vec x) { return {(Floats)((Bits)x.v << 16)}; }
+Vec high_of_pair(Vec x) { return {(Floats)((Bits)x.v & 0xffff0000u)}; }
 
 }  // namespace

@@ -5,7 +5,7 @@ import numpy as np
 DTYPES: dict[str, int]
 CACHE_DTYPES: dict[str, int]
 READ_LOOPS: tuple[str, ...]
-INT8_PANEL: int
+PANEL: int
 INT8_GROUP: int
 INT8_SCALED: int
 PRODUCT_FLOATS: int
@@ -55,6 +55,21 @@ def to_wire(
     target_dtype: int,
     num_columns: int,
     num_saturated: int,
+    num_threads: int,
+) -> None: ...
+def has_pair_products() -> bool: ...
+def multiply(
+    rows: int,
+    num_rows: int,
+    row_stride: int,
+    row_dtype: int,
+    num_in: int,
+    weights: int,
+    weight_dtype: int,
+    num_out: int,
+    bias: int,
+    target: int,
+    target_dtype: int,
     num_threads: int,
 ) -> None: ...
 def multiply_int8(

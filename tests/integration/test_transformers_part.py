@@ -17,7 +17,7 @@ from torch import Tensor
 from fastdecode_hpc.config import ConfigError, RunConfig
 from fastdecode_hpc.engine import Engine
 from fastdecode_hpc.s_part.kinds import find_kind
-from fastdecode_hpc.s_part.products import pack
+from fastdecode_hpc.s_part.products import pack_tensor
 from fastdecode_hpc.s_part.reference import Reference
 from fastdecode_hpc.s_part.transformers_part import TransformersSPart
 from fastdecode_hpc.sequence import SamplingParams
@@ -197,7 +197,7 @@ def test_what_can_not_be_run_is_refused_by_name_without_its_weights(kind: str, m
 def test_weights_are_packed_where_that_is_of_use(tmp_path: Path) -> None:
     model = load(make_checkpoint(tmp_path, "cohere"))._model
     weights = [module.weight for module in model.modules() if type(module) is torch.nn.Linear]
-    assert {weight.is_mkldnn for weight in weights} == {pack(torch.ones(16, 16)).is_mkldnn}
+    assert {weight.is_mkldnn for weight in weights} == {pack_tensor(torch.ones(16, 16)).is_mkldnn}
     assert not model.get_input_embeddings().weight.is_mkldnn
 
 

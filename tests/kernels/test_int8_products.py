@@ -57,12 +57,12 @@ def test_a_matrix_keeps_its_values_to_half_a_step(num_out: int, num_in: int) -> 
     weight[0] = 0
     packed = Int8Weight(weight)
     assert packed.shape == (num_out, num_in)
-    np.testing.assert_allclose(packed.dequantised().numpy(), rounded_weight(weight), rtol=2e-6, atol=1e-6)
+    np.testing.assert_allclose(packed.unpacked().numpy(), rounded_weight(weight), rtol=2e-6, atol=1e-6)
     groups = math.ceil(num_in / SCALED)
     for group in range(groups):
         inputs = slice(group * SCALED, (group + 1) * SCALED)
         step = weight[:, inputs].abs().amax(dim=1, keepdim=True) / 127
-        assert bool(((packed.dequantised() - weight)[:, inputs].abs() <= 0.5001 * step).all())
+        assert bool(((packed.unpacked() - weight)[:, inputs].abs() <= 0.5001 * step).all())
     assert packed.nbytes == math.ceil(num_out / PANEL) * PANEL * (num_in + 8 * groups)
     if not num_out % PANEL and not num_in % SCALED:
         assert packed.nbytes == num_out * num_in * INT8_WEIGHT_BYTES
@@ -72,7 +72,7 @@ def test_a_matrix_keeps_its_values_to_half_a_step(num_out: int, num_in: int) -> 
 def test_values_of_quantised_files_stay(kind: str) -> None:
     rows = random(70, 288).numpy() * np.float32(0.02)
     weight = torch.from_numpy(dequantize(quantize(rows, GGMLQuantizationType[kind]), GGMLQuantizationType[kind]))
-    error = (Int8Weight(weight).dequantised() - weight).abs().max() / weight.abs().max()
+    error = (Int8Weight(weight).unpacked() - weight).abs().max() / weight.abs().max()
     assert error < 1e-6 if kind != "F16" else 1e-4 < error < 4e-3
 
 
@@ -114,7 +114,7 @@ def test_rows_may_be_a_view(isa) -> None:
 def test_rows_of_the_matrix(num_out: int, num_in: int) -> None:
     packed = Int8Weight(random(num_out, num_in))
     numbers = torch.randint(num_out, (17,), generator=torch.Generator().manual_seed(1))
-    assert torch.equal(packed.rows(numbers), packed.dequantised()[numbers])
+    assert torch.equal(packed.rows(numbers), packed.unpacked()[numbers])
     assert packed.rows(numbers[:0]).shape == (0, num_in)
 
 
@@ -137,7 +137,7 @@ def test_a_value_that_is_not_finite_stays_in_its_output_or_row(isa, value: float
 
 def test_tiny_and_large_values(isa) -> None:
     weight = torch.tensor([[1e-45, 0.0, -1e-45], [1e-39, -1e-39, 0.0], [3e38, -1e38, 1.0], [0.0, 0.0, 0.0]])
-    got = Int8Weight(weight).dequantised()
+    got = Int8Weight(weight).unpacked()
     assert bool(got.isfinite().all())
     assert torch.equal(got[3], torch.zeros(3))
     assert got[2].tolist() == pytest.approx([3e38, -1e38, 0.0], rel=0.01)

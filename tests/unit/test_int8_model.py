@@ -81,8 +81,10 @@ def test_memory_is_what_the_set_up_reckons_with(config: ModelConfig, dtype: str)
         for name in layer.__slots__
         if name.endswith(("bias", "norm")) and (value := getattr(layer, name)) is not None
     )
-    router = 0 if config.experts is None else config.num_layers * config.experts.count * config.hidden_size
-    routers = int(router * (torch_dtype.itemsize - INT8_WEIGHT_BYTES))  # they are in floats, which isn't reckoned
+    # Routers are in floats, in whole panels, which isn't reckoned.
+    routers = sum(layer.router.nbytes for layer in weights.layers if layer.router is not None)
+    if config.experts is not None:
+        routers -= int(config.num_layers * config.experts.count * config.hidden_size * INT8_WEIGHT_BYTES)
     norm = weights.final_norm.numel() * torch_dtype.itemsize
     assert weights_on_host(run, config, "cpu") == weights.size_bytes - small - norm - routers
     floats = make_weights(config, "auto", torch_dtype).size_bytes

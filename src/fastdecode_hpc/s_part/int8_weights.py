@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fastdecode_hpc.s_part import row_kernels
 
-PANEL, GROUP, SCALED = row_kernels.INT8_PANEL, row_kernels.INT8_GROUP, row_kernels.INT8_SCALED
+PANEL, GROUP, SCALED = row_kernels.PANEL, row_kernels.INT8_GROUP, row_kernels.INT8_SCALED
 
 
 class Int8Weight:
@@ -83,7 +83,7 @@ class Int8Weight:
         )
         return codes * scales + offsets
 
-    def dequantised(self) -> Tensor:
+    def unpacked(self) -> Tensor:
         """The whole matrix, ``[out, in]`` float32."""
         return self.rows(torch.arange(self.num_out))
 

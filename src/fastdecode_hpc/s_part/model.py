@@ -14,7 +14,7 @@ from torch import Tensor
 from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.s_part import layers
 from fastdecode_hpc.s_part.base import BaseSPart
-from fastdecode_hpc.s_part.products import linear, look_up
+from fastdecode_hpc.s_part.products import are_row_wise, linear, look_up
 from fastdecode_hpc.s_part.rope import rope_tables
 from fastdecode_hpc.s_part.row_tiles import BASE_SIZES, RowTiles, find_row_tiles
 from fastdecode_hpc.s_part.weights import LayerWeights, Weights
@@ -241,9 +241,13 @@ class SPart(BaseSPart):
         positions = torch.arange(num_samples, device=self.device) * 37 % self.max_positions
         if config.experts is not None:  # a layer's rows are dealt out to these, some to each
             expert = partial(self._expert, weights, 0)
-            self.expert_tiles = find_row_tiles("expert", expert, (hidden,), LAYER_TILES)
-        self.layer_tiles = find_row_tiles("layer", both_halves, (hidden, positions, o), LAYER_TILES)
-        self.head_tiles = find_row_tiles("logits", self._logits, (hidden,), HEAD_TILES)
+            self.expert_tiles = find_row_tiles("expert", expert, (hidden,), LAYER_TILES, row_wise=are_row_wise(weights))
+        self.layer_tiles = find_row_tiles(
+            "layer", both_halves, (hidden, positions, o), LAYER_TILES, row_wise=are_row_wise(weights)
+        )
+        self.head_tiles = find_row_tiles(
+            "logits", self._logits, (hidden,), HEAD_TILES, row_wise=are_row_wise(self.weights)
+        )
         if self.weights.project_in is not None:
             token_ids = torch.arange(num_samples, device=self.device) % config.vocab_size
             self.embed_tiles = find_row_tiles("embedding", self._embed, (token_ids, positions), LAYER_TILES)

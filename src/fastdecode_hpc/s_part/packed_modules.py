@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fastdecode_hpc.s_part.products import linear, pack
+from fastdecode_hpc.s_part.products import linear, pack_tensor
 
 
 def pack_modules(model: Any) -> None:
@@ -18,7 +18,7 @@ def pack_modules(model: Any) -> None:
     for module in model.modules():
         if type(module) is not torch.nn.Linear:  # others, such as quantised ones, have products of their own
             continue
-        packed = pack(module.weight.detach())
+        packed = pack_tensor(module.weight.detach())
         if packed.is_mkldnn:
             module.weight = torch.nn.Parameter(packed, requires_grad=False)
             module.forward = partial(linear, weight=module.weight, bias=module.bias)

@@ -1,11 +1,12 @@
-"""Products of rows and weights: on a CPU by oneDNN, with the weights in the order in which its kernels read them.
+"""Products of rows and weights: on a CPU with the weights in the order in which they are read.
 
 Notes
 -----
-torch multiplies fp32 on a CPU with MKL, which on processors of other makers takes 2 to 4 times as long as oneDNN, which
-is in torch too; and rows that are few (a decode batch) gain most from weights that need no reordering at each call.
-torch offers that combination to its own compiler alone, as an operator without a public name: where it isn't there,
-or doesn't take the type on this processor, weights stay as they are and `torch.nn.functional.linear` multiplies.
+By our own kernel where that is fastest (`panel_weights`), else by oneDNN, which is in torch too: torch itself
+multiplies fp32 on a CPU with MKL, which on processors of other makers takes 2 to 4 times as long; and rows that are few
+(a decode batch) gain most from weights that need no reordering at each call. torch offers that combination to its own
+compiler alone, as an operator without a public name: where it isn't there, or doesn't take the type on this processor,
+weights stay as they are and `torch.nn.functional.linear` multiplies.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastdecode_hpc.s_part.int8_weights import Int8Weight
+from fastdecode_hpc.s_part.panel_weights import PanelWeight, pays
 from fastdecode_hpc.s_part.weight_tensors import LayerWeights, Matrix, Weights
 
 ROWS_HINT = 32  # the order is the same for all numbers of rows, but oneDNN asks for one
@@ -30,12 +32,12 @@ def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     ----------
     x : Tensor
         ``[num_rows, in]``
-    weight : Tensor or Int8Weight
+    weight : Matrix
         ``[out, in]``, as `pack` gave it, or as it was loaded, which takes up to twice as long.
     bias : Tensor, optional
         ``[out]``
     """
-    if isinstance(weight, Int8Weight):
+    if not isinstance(weight, Tensor):
         return weight.multiply(x, bias)
     if weight.is_mkldnn or (weight.device.type == "cpu" and _can_pack(weight.dtype)):
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
@@ -43,8 +45,13 @@ def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def pack(weight: Tensor) -> Tensor:
-    """A weight as oneDNN reads it fastest, where this processor can use that; a copy of as many bytes."""
+def pack(weight: Tensor) -> Matrix:
+    """A weight in the order in which products are fastest here; a copy of about as many bytes."""
+    return PanelWeight(weight) if weight.device.type == "cpu" and pays(weight.dtype) else pack_tensor(weight)
+
+
+def pack_tensor(weight: Tensor) -> Tensor:
+    """A weight that stays a tensor, as oneDNN reads it fastest, where this processor can use that."""
     if weight.device.type != "cpu" or not _can_pack(weight.dtype):
         return weight
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_HINT)
@@ -60,9 +67,19 @@ def unpacked(weight: Matrix | Sequence[Matrix]) -> Tensor:
     """The weight itself, ``[out, in]``, or of experts ``[experts, out, in]``."""
     if isinstance(weight, Sequence):
         return torch.stack([unpacked(expert) for expert in weight])
-    if isinstance(weight, Int8Weight):
-        return weight.dequantised()
+    if not isinstance(weight, Tensor):
+        return weight.unpacked()
     return weight.to_dense() if weight.is_mkldnn else weight
+
+
+def are_row_wise(part: Weights | LayerWeights) -> bool:
+    """Whether products with the head, or with all matrices of a layer, give a row the same bits beside any others."""
+    if isinstance(part, Weights):
+        return part.project_out is None and not isinstance(part.lm_head, Tensor)
+    values = (getattr(part, name) for name in part.matrices())
+    return all(
+        not isinstance(one, Tensor) for value in values for one in (value if isinstance(value, list) else [value])
+    )
 
 
 def pack_part(part: Weights | LayerWeights, weight_dtype: str = "auto") -> None:

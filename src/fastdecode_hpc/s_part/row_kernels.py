@@ -9,6 +9,7 @@ alone, not on its place, the number of threads or the instruction set. Callers a
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fastdecode_hpc import _kernels
@@ -21,9 +22,11 @@ DTYPES = {
 }
 """What the kernels take, by the names they have there."""
 
+PRODUCT_DTYPES = (torch.float32, torch.bfloat16)
+"""Of the floats that `multiply` takes."""
 
-INT8_PANEL, INT8_GROUP, INT8_SCALED = _kernels.INT8_PANEL, _kernels.INT8_GROUP, _kernels.INT8_SCALED
-"""Of a matrix in 8 bits: outputs of a panel, inputs of a group, inputs that share a scale."""
+PANEL, INT8_GROUP, INT8_SCALED = _kernels.PANEL, _kernels.INT8_GROUP, _kernels.INT8_SCALED
+"""Of a matrix: outputs of a panel; in 8 bits, inputs of a group, inputs that share a scale."""
 
 
 def take(x: Tensor, *num_dims: int) -> bool:
@@ -105,6 +108,46 @@ def to_wire(values: Tensor, target: Tensor, num_saturated: Tensor) -> None:
     )  # fmt: skip
 
 
+def multiply(rows: Tensor, panels: Tensor, num_out: int, bias: Tensor | None) -> Tensor:
+    """Products of rows with the outputs of a matrix of floats, summed in float32 and rounded once.
+
+    Parameters
+    ----------
+    rows : Tensor
+        ``[num_rows, in]`` in the type of `panels`.
+    panels : Tensor
+        float32 or bfloat16, in the order of kernels.h.
+    num_out : int
+    bias : Tensor, optional
+        ``[out]``
+
+    Returns
+    -------
+    Tensor
+        ``[num_rows, out]`` in the type of `rows`.
+    """
+    (num_rows, num_in), dtype = rows.shape, rows.dtype
+    pairs = 1 if dtype == torch.float32 else 2
+    assert rows.is_cpu and dtype == panels.dtype and dtype in PRODUCT_DTYPES, (rows.device, dtype, panels.dtype)
+    assert panels.shape == (-(-num_out // PANEL), -(-num_in // pairs), PANEL, pairs), (panels.shape, rows.shape)
+    assert panels.is_contiguous() and (bias is None or bias.shape == (num_out,))
+    choose_isa()
+    out = torch.empty(num_rows, num_out, dtype=dtype)
+    if num_in % pairs:
+        rows = F.pad(rows, (0, 1))
+    if pairs == 2 and not _kernels.has_pair_products():
+        rows = rows.float()
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    added = None if bias is None else bias.float().contiguous()
+    _kernels.multiply(
+        rows.data_ptr(), num_rows, rows.stride(0), DTYPES[rows.dtype], rows.shape[1], panels.data_ptr(),
+        DTYPES[panels.dtype], num_out, 0 if added is None else added.data_ptr(), out.data_ptr(), DTYPES[dtype],
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
 def multiply_int8(rows: Tensor, codes: Tensor, scales: Tensor, offsets: Tensor) -> Tensor:
     """Products of rows with the outputs of a matrix in 8 bits.
 
@@ -115,7 +158,7 @@ def multiply_int8(rows: Tensor, codes: Tensor, scales: Tensor, offsets: Tensor) 
     codes : Tensor
         int8, in the order of kernels.h.
     scales, offsets : Tensor
-        ``[in / INT8_SCALED, out]`` float32; `out` is a multiple of `INT8_PANEL`.
+        ``[in / INT8_SCALED, out]`` float32; `out` is a multiple of `PANEL`.
 
     Returns
     -------
@@ -124,13 +167,13 @@ def multiply_int8(rows: Tensor, codes: Tensor, scales: Tensor, offsets: Tensor) 
     """
     (num_rows, num_in), num_out, threads = rows.shape, scales.shape[1], torch.get_num_threads()
     assert rows.is_cpu and rows.dtype == torch.float32 and rows.stride(1) == 1, (rows.dtype, rows.stride())
-    assert codes.numel() == num_in * num_out and num_out % INT8_PANEL == 0, (codes.shape, rows.shape, scales.shape)
+    assert codes.numel() == num_in * num_out and num_out % PANEL == 0, (codes.shape, rows.shape, scales.shape)
     assert scales.shape == offsets.shape == (-(-num_in // INT8_SCALED), num_out), (scales.shape, offsets.shape)
     assert all(x.is_contiguous() for x in (codes, scales, offsets))
     out, workspace = torch.empty(num_rows, num_out), torch.empty(threads, _kernels.PRODUCT_FLOATS)
     choose_isa()
     _kernels.multiply_int8(
         rows.data_ptr(), num_rows, rows.stride(0), num_in, codes.data_ptr(), scales.data_ptr(), offsets.data_ptr(),
-        num_out // INT8_PANEL, out.data_ptr(), workspace.data_ptr(), threads,
+        num_out // PANEL, out.data_ptr(), workspace.data_ptr(), threads,
     )  # fmt: skip
     return out

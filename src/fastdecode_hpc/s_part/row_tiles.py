@@ -28,6 +28,9 @@ BASE_SIZES = (2, 8, 16, 32, 1)
 FEW_ROWS = 8
 """A base tile below this is taken only where all larger ones agree with it: else most rows would go in tiny tiles."""
 
+ANY_COUNTS = (1, 2, 3, 7, 13, 33, 98)
+"""Row counts at which a function that ought to give the same bits at any is tried."""
+
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -74,7 +77,9 @@ def pad_rows(x: Tensor, size: int) -> Tensor:
     return padded
 
 
-def find_row_tiles(name: str, function: RowFunction, samples: tuple[Tensor, ...], sizes: tuple[int, ...]) -> RowTiles:
+def find_row_tiles(
+    name: str, function: RowFunction, samples: tuple[Tensor, ...], sizes: tuple[int, ...], *, row_wise: bool = False
+) -> RowTiles:
     """Try a row-wise function on this machine and keep the row counts at which a row's bits never change.
 
     The result holds for the current number of threads.
@@ -89,12 +94,16 @@ def find_row_tiles(name: str, function: RowFunction, samples: tuple[Tensor, ...]
         Its inputs, at least ``max(BASE_SIZES)`` distinct rows.
     sizes : tuple of int
         Row counts to try beside the base size.
+    row_wise : bool
+        Its products give a row the same bits at any row count: if all else does too, no tiles are needed.
 
     Raises
     ------
     ConfigError
         If not even row by row a row gives the same bits twice.
     """
+    if row_wise and _agrees_everywhere(function, samples):
+        return RowTiles()
     for base in BASE_SIZES:
         expected = _in_tiles(function, samples, base)
         larger = [size for size in sorted(sizes) if size > base and size % base == 0]
@@ -124,6 +133,11 @@ def _agrees(function: RowFunction, samples: tuple[Tensor, ...], expected: Tensor
     row = (place + 1 + place // num_rows) % num_rows  # rotated by one more each time that all have had a place
     agrees: bool = torch.equal(_as_bits(function(*(x[row] for x in samples))), _as_bits(expected[row]))
     return agrees
+
+
+def _agrees_everywhere(function: RowFunction, samples: tuple[Tensor, ...]) -> bool:
+    expected = _in_tiles(function, samples, 1)
+    return all(_agrees(function, samples, expected, count) for count in ANY_COUNTS)
 
 
 def _as_bits(x: Tensor) -> Tensor:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.s_part.int8_weights import Int8Weight
+from fastdecode_hpc.s_part.panel_weights import PanelWeight
 
-Matrix: TypeAlias = Tensor | Int8Weight
+Matrix: TypeAlias = Tensor | Int8Weight | PanelWeight
 
 
 @dataclass(slots=True)
@@ -69,7 +70,7 @@ class Weights:
         head = None if self.lm_head is self.embedding else self.lm_head
         outside = [self.embedding, self.final_norm, head, self.positions, self.project_in, self.project_out]
         tensors = [*(t for t in outside if t is not None), *(t for layer in self.layers for t in layer.tensors())]
-        return sum(t.nbytes if isinstance(t, Int8Weight) else t.numel() * t.element_size() for t in tensors)
+        return sum(t.numel() * t.element_size() if isinstance(t, Tensor) else t.nbytes for t in tensors)
 
 
 def allocate(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Weights:
