@@ -54,7 +54,7 @@ def naming(path: Path) -> Iterator[None]:
     except ConfigError as error:
         if str(path) in str(error):
             raise
-        raise ConfigError(f"{path}: {error}") from error
+        raise type(error)(f"{path}: {error}") from error
 
 
 def check_choice(name: str, value: Any, choices: Any) -> None:
