@@ -2,17 +2,21 @@
 
 import dataclasses
 import json
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fastdecode_hpc
 from fastdecode_hpc.batch import fingerprint as fingerprint_module
 from fastdecode_hpc.batch.fingerprint import RESULT_OPTIONS, check_fingerprint, save_fingerprint, take_fingerprint
 from fastdecode_hpc.batch.parked import Parked, load_parked, save_parked
 from fastdecode_hpc.config import ConfigError, RunConfig
 from fastdecode_hpc.sequence import SamplingParams
 
+DOCS = Path(fastdecode_hpc.__file__).parents[2] / "docs"
 DEFAULTS = SamplingParams(stop=("x",), logit_bias=((3, 1.5),))
 
 
@@ -138,8 +142,12 @@ def test_a_damaged_file_is_refused(tmp_path, model, text):
         check_fingerprint(path, take(model), tmp_path)
 
 
-def test_every_option_is_one_of_the_run():
+def test_every_option_is_one_of_the_run_and_in_the_docs():
     assert set(RESULT_OPTIONS) <= {spec.name for spec in dataclasses.fields(RunConfig)}
+    named = re.findall(
+        r"`(\w+)`", (DOCS / "batch.md").read_text().partition("the options")[2].partition("sampling flags")[0]
+    )
+    assert named == [*RESULT_OPTIONS, "auto_id"]
 
 
 tokens = st.lists(st.integers(0, 2**31 - 1), max_size=4).map(tuple)

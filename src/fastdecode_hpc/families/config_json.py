@@ -55,11 +55,11 @@ def config_of(folder: Path, raw: Mapping[str, Any]) -> ModelConfig:
     return config
 
 
-def forms_to_take(raw: Mapping[str, Any]) -> str:
-    """In which forms a model that is quantised in its safetensors can be run."""
+def forms_to_take(raw: Mapping[str, Any], *, gguf: str = "a GGUF file") -> str:
+    """In which forms a model that is quantised in its safetensors can be run; `gguf` is what the first is called."""
     family, _ = _find_family(TypedValues(Path("config.json"), raw))
     plain = "an unquantised safetensors checkpoint"
-    return plain if family is None or family.gguf is None else f"a GGUF file or {plain}"
+    return plain if family is None or family.gguf is None else f"{gguf} or {plain}"
 
 
 def _find_family(given: TypedValues) -> tuple[Family | None, str]:

@@ -75,7 +75,8 @@ class TransformersKind:
     def check_machine(self) -> None:
         """Raise `ConfigError` where weights of this kind can't be run on this machine; none are read."""
         if self._is_quantised:
-            transformers_model.check_quantisation(self._config, self._device, forms_to_take(self._raw))
+            forms = forms_to_take(self._raw, gguf="a GGUF file without --s-part transformers")
+            transformers_model.check_quantisation(self._config, self._device, forms)
 
     def weights_bytes(self, model: ModelConfig) -> int:
         self.check_machine()

@@ -183,7 +183,7 @@ def check_quantisation(config: Any, device: torch.device, forms: str) -> None:
         method = given.get("quant_method") if isinstance(given, dict) else getattr(given, "quant_method", None)
         raise ConfigError(
             f"the model is quantised ({getattr(method, 'value', method)}), which transformers "
-            f"{transformers.__version__} can't run here: {error}; take {forms}"
+            f"{transformers.__version__} can't run here: {' '.join(str(error).split())}; take {forms}"
         ) from error
 
 
