@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +22,7 @@ INT4_GROUP = 32  # values along head_dim that share a scale and a minimum
 
 _MAX_MESSAGE_CHARS = 4000
 _MAX_SHOWN_CHARS = 80
+_UNKNOWN = object()  # no value of any option
 
 
 class ConfigError(ValueError):
@@ -53,7 +54,7 @@ def naming(path: Path) -> Iterator[None]:
     except ConfigError as error:
         if str(path) in str(error):
             raise
-        raise ConfigError(f"{path}: {error}") from error
+        raise type(error)(f"{path}: {error}") from error
 
 
 def check_choice(name: str, value: Any, choices: Any) -> None:
@@ -310,3 +311,29 @@ class RunConfig:
     def as_dict(self) -> dict[str, Any]:
         """The effective options as plain values, for the report."""
         return dataclasses.asdict(self)
+
+
+def option_defaults() -> dict[str, Any]:
+    """The default of every option of a run, as plain values."""
+    return RunConfig().as_dict()
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
+    """How values that a file keeps differ from those of now, a sentence each.
+
+    A name that one side lacks was not there when it was written, so what it names was as it is by default. A name
+    without a default is of another version: it is told.
+
+    Parameters
+    ----------
+    before, now, defaults : mapping
+        Values by name.
+    """
+    found = []
+    for name in sorted({*before, *now}):
+        values = [{**defaults, **side}.get(name, _UNKNOWN) for side in (before, now)]
+        if values[0] != values[1]:
+            old, new = ("unknown" if value is _UNKNOWN else show(value) for value in values)
+            end = "this version of the program does not have it" if values[1] is _UNKNOWN else f"now it is {new}"
+            found.append(f"{name} was {old}, {end}")
+    return found

@@ -1,7 +1,9 @@
 """``bench throughput``: every combination once a round, in one file that an interrupted sweep goes on with."""
 
+import dataclasses
 import itertools
 import json
+import re
 from pathlib import Path
 
 import h5py
@@ -9,7 +11,7 @@ import pytest
 
 from fastdecode_hpc.bench.throughput import KEYS, UNITS, full_stretch, list_cases
 from fastdecode_hpc.cli import build_parser, run_command
-from fastdecode_hpc.config import ConfigError
+from fastdecode_hpc.config import ConfigError, RunConfig
 from fastdecode_hpc.report.sweep import SweepFile, merge_sweeps, read_sweep
 from fastdecode_hpc.timing import StepTimes
 from launching import fastdecode
@@ -89,9 +91,31 @@ def open_sweep(path, units=UNITS, **fixed):
 
 def test_figures_of_another_model_are_not_mixed_in(tmp_path):
     open_sweep(tmp_path / "s.h5").add(row_of())
-    with pytest.raises(ConfigError, match="model was m, now it is other"):
+    with pytest.raises(ConfigError, match="model was 'm', now it is 'other'"):
         open_sweep(tmp_path / "s.h5", model="other")
     assert read_sweep(tmp_path / "s.h5") == [row_of()]
+
+
+@pytest.mark.parametrize("name", [spec.name for spec in dataclasses.fields(RunConfig) if spec.name != "model"])
+def test_an_option_that_an_older_sweep_lacks_had_its_default(tmp_path, name):
+    default = str(getattr(RunConfig(), name))
+    open_sweep(tmp_path / "old.h5").add(row_of())
+    assert open_sweep(tmp_path / "old.h5", **{name: default}).rows == [row_of()]
+    with pytest.raises(ConfigError, match=f"{name} was {re.escape(repr(default))}, now it is 'another'"):
+        open_sweep(tmp_path / "old.h5", **{name: "another"})
+    open_sweep(tmp_path / "new.h5", **{name: default}).add(row_of(round=2))
+    open_sweep(tmp_path / "other.h5", **{name: "another"}).add(row_of(round=2))
+    for parts in (("old", "new"), ("new", "old")):  # whichever comes first
+        assert len(merge_sweeps([tmp_path / f"{part}.h5" for part in parts], tmp_path / "all.h5")[0]) == 2
+    for parts in (("old", "other"), ("other", "old")):
+        with pytest.raises(ConfigError, match=name):
+            merge_sweeps([tmp_path / f"{part}.h5" for part in parts], tmp_path / "all.h5")
+
+
+def test_an_option_that_only_the_file_knows_is_told(tmp_path):
+    open_sweep(tmp_path / "s.h5", lost_option="7").add(row_of())
+    with pytest.raises(ConfigError, match="lost_option was '7', this version of the program does not have it"):
+        open_sweep(tmp_path / "s.h5")
 
 
 def test_a_file_of_something_else_is_refused_and_left_alone(tmp_path):

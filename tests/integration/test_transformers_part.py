@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import itertools
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,16 @@ import pytest
 import torch
 from torch import Tensor
 
+import tiny_files
 from fastdecode_hpc.config import ConfigError, RunConfig
 from fastdecode_hpc.engine import Engine
+from fastdecode_hpc.s_part import build, transformers_kind
 from fastdecode_hpc.s_part.kinds import find_kind
 from fastdecode_hpc.s_part.products import pack_tensor
 from fastdecode_hpc.s_part.reference import Reference
 from fastdecode_hpc.s_part.transformers_part import TransformersSPart
 from fastdecode_hpc.sequence import SamplingParams
+from fastdecode_hpc.validate import make_intake
 from tiny_models import MORE_OTHERS, OTHERS, load_reference, make_checkpoint, random_prompt, reference_logits
 
 TOLERANCE = 1e-4
@@ -139,7 +143,10 @@ def test_loading_is_told_of_and_incomplete_checkpoints_are_refused(tmp_path: Pat
     kind, told = find_kind(RunConfig(s_part="transformers"), tmp_path), []
     model = kind.read_model()
     kind.build(model, threads=1, max_context_len=512, progress=lambda done, total: told.append((done, total)))
-    assert told[-1] == (kind.weights_bytes(model),) * 2
+    total = kind.weights_bytes(model)
+    assert told[-1] == (total, total)
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert len({done for done, _ in told}) > 15  # parameter by parameter, as natively
     tensors = load_file(tmp_path / "model.safetensors")
     save_file({n: t for n, t in tensors.items() if "1.mlp" not in n}, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ConfigError, match=r"lacks model\.layers\.1\.mlp\.down_proj\.weight, model\.layers\.1\.mlp\.up"):
@@ -147,6 +154,57 @@ def test_loading_is_told_of_and_incomplete_checkpoints_are_refused(tmp_path: Pat
     (tmp_path / "model.safetensors").write_bytes(b"x" * 100)
     with pytest.raises(ConfigError, match="not a whole safetensors file"):
         load(tmp_path)
+
+
+def test_loading_logs_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(build, "TELL_EVERY_S", 0.0)
+    make_checkpoint(tmp_path, "arcee")
+    with caplog.at_level("INFO", logger=build.__name__):
+        load(tmp_path)
+    lines = [line for line in caplog.messages if line.startswith("weights: ")]
+    assert len(lines) > 15
+    assert re.fullmatch(r"weights: (.*) of \1 are in place", lines[-1])
+    assert "Loading weights" not in capfd.readouterr().err  # the bar of transformers
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_the_shape_is_read_on_any_machine_from_no_weights(
+    quantised: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path, "cohere2")
+    path = tmp_path / "config.json"
+    if quantised:
+        path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": "gptq"}}))
+    plain = find_kind(RunConfig(s_part="transformers"), tmp_path).read_model()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # as on a host with a GPU
+    for name in ("choose_device", "choose_dtype", "SafetensorsCheckpoint"):
+        monkeypatch.setattr(transformers_kind, name, lambda *args: pytest.fail("a device or weights were looked at"))
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    for device in ("auto", "cpu", "cuda"):
+        intake = make_intake(str(tmp_path), RunConfig(s_part="transformers", device=device))
+        assert intake.vocab_size == plain.vocab_size
+        assert find_kind(RunConfig(s_part="transformers", device=device), tmp_path).read_model() == plain
+
+
+@pytest.mark.parametrize("prefix", ["model.", ""])
+def test_bytes_of_a_quantised_checkpoint_are_those_of_the_layers_that_are_run(
+    prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    make_checkpoint(tmp_path, "cohere2")
+    path, weights = tmp_path / "config.json", tmp_path / "model.safetensors"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": "gptq"}}))
+    tensors = {name.replace("model.", prefix): tensor for name, tensor in load_file(weights).items()}
+    save_file(tensors, weights, {"format": "pt"})
+    monkeypatch.setattr(transformers_kind.transformers_model, "check_quantisation", lambda *args: None)
+    kind = find_kind(RunConfig(s_part="transformers"), tmp_path)
+    model = kind.read_model()
+    for num_layers in (1, 2, model.num_layers):
+        kept = [t for name, t in tensors.items() if not any(f"layers.{i}." in name for i in range(num_layers, 9))]
+        assert kind.weights_bytes(dataclasses.replace(model, num_layers=num_layers)) == sum(t.nbytes for t in kept)
 
 
 def write_config(folder: Path, kind: str, **options: Any) -> Path:
@@ -179,7 +237,7 @@ def write_config(folder: Path, kind: str, **options: Any) -> Path:
         ("llama4_text", "llama4_text has attention within chunks"),
         ("bloom", "bloom has ALiBi"),
         ("gemma3", "gemma3 has inputs other than text"),
-        ("gpt_oss", "GptOssModel can't be run: its attention has sinks"),
+        ("gpt_oss", "GptOssModel can't be run: its attention has sinks.*; the native S-Part runs it: leave out"),
         ("falcon", r"FalconForCausalLM of transformers .* computes its attention itself"),
         ("stablelm", r"StableLmForCausalLM of transformers .* computes its attention itself"),
         ("gemma4_text", "the model's layers differ in head_dim"),
@@ -261,9 +319,13 @@ def test_quantised_checkpoints_that_transformers_can_not_run_are_refused_before_
     (tmp_path / "model.safetensors").unlink()
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": config}))
+    kind = find_kind(RunConfig(s_part="transformers"), tmp_path)
+    model = kind.read_model()
     with pytest.raises(ConfigError, match=message):
-        find_kind(RunConfig(s_part="transformers"), tmp_path)
-    with pytest.raises(ConfigError, match=r"has a quantization_config .* or --s-part transformers"):
+        kind.weights_bytes(model)
+    with pytest.raises(ConfigError, match=message):
+        kind.build(model, threads=1, max_context_len=512, progress=None)
+    with pytest.raises(ConfigError, match=rf"has a quantization_config .*; with --s-part transformers: .*{message}"):
         find_kind(RunConfig(), tmp_path).read_model()
 
 
@@ -316,8 +378,13 @@ def test_options_that_do_not_go_together(tmp_path: Path) -> None:
         RunConfig(trust_remote_code=True)
     with pytest.raises(ConfigError, match="batch_invariant is of the native S-Part"):
         RunConfig(s_part="transformers", batch_invariant=True)
-    with pytest.raises(ConfigError, match=r"model\.gguf is a GGUF file, which the native S-Part reads"):
-        find_kind(RunConfig(s_part="transformers"), tmp_path / "model.gguf")
+    path = tmp_path / "model.gguf"
+    path.write_bytes(tiny_files.gguf_file())
+    with pytest.raises(ConfigError, match=r"model\.gguf is a GGUF file, which the native S-Part reads; leave out"):
+        find_kind(RunConfig(s_part="transformers"), path)
+    path.write_bytes(tiny_files.gguf_file(tiny_files.gguf_metadata(**{"general.architecture": (8, "mamba")})))
+    with pytest.raises(ConfigError, match=r"architecture 'mamba'; of GGUF files .* are read$"):
+        find_kind(RunConfig(s_part="transformers"), path)
 
 
 def test_a_run_is_verified_and_goes_on_after_one_that_was_stopped(tmp_path: Path) -> None:

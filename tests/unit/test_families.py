@@ -13,8 +13,9 @@ import torch
 
 import fastdecode_hpc
 from fastdecode_hpc.config import ConfigError
+from fastdecode_hpc.families.config_json import forms_to_take
 from fastdecode_hpc.families.known import BY_NAME, FAMILIES
-from fastdecode_hpc.families.refused import reason_to_refuse
+from fastdecode_hpc.families.refused import KindError, reason_to_refuse
 from fastdecode_hpc.families.table import THROUGH_TRANSFORMERS, format_models
 from fastdecode_hpc.model_config import read_model_shape
 from fastdecode_hpc.model_shape import Experts, ModelConfig, RopeScaling
@@ -197,13 +198,36 @@ def test_what_no_s_part_computes_is_told_by_config_json(raw: dict[str, Any], rea
     assert bool(found) == bool(reason)
 
 
-def test_an_unknown_family_is_told_of_the_other_s_part(tmp_path: Path) -> None:
+def test_an_unknown_family_is_told_of_what_it_has(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "cohere"}))
-    with pytest.raises(ConfigError, match="--s-part transformers runs others"):
+    with pytest.raises(KindError, match=r"supported are .*ForCausalLM$"):
         read_model_shape(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     with pytest.raises(ConfigError, match="it has state-space"):
         read_model_shape(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("raw", "forms"),
+    [
+        ({"model_type": "gpt_oss"}, "a GGUF file or an unquantised safetensors checkpoint"),
+        ({"architectures": ["LlamaForCausalLM"]}, "a GGUF file or an unquantised safetensors checkpoint"),
+        ({"model_type": "opt"}, "an unquantised safetensors checkpoint"),
+        ({"model_type": "cohere"}, "an unquantised safetensors checkpoint"),
+    ],
+)
+def test_a_quantised_model_is_told_of_forms_that_are_read(raw: dict[str, Any], forms: str) -> None:
+    assert forms_to_take(raw) == forms
+
+
+def test_a_quantisation_is_told_when_nothing_else_stands_against_the_model(tmp_path: Path) -> None:
+    quantised = {"quantization_config": {"quant_method": "gptq"}}
+    with pytest.raises(KindError, match=r"\(gptq\); .*take a GGUF file or an unquantised safetensors checkpoint$"):
+        read(tmp_path, "gpt2", **quantised)
+    with pytest.raises(ConfigError, match="scale_attn_by_inverse_layer_idx is True"):
+        read(tmp_path, "gpt2", **quantised, scale_attn_by_inverse_layer_idx=True)
+    with pytest.raises(ConfigError, match=r"layers of type linear_attention"):
+        read(tmp_path, "gemma2", **quantised, layer_types=["linear_attention"] * 4)
 
 
 def test_a_run_of_longrope_has_one_set_of_divisors() -> None:

@@ -2,17 +2,21 @@
 
 import dataclasses
 import json
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fastdecode_hpc
 from fastdecode_hpc.batch import fingerprint as fingerprint_module
 from fastdecode_hpc.batch.fingerprint import RESULT_OPTIONS, check_fingerprint, save_fingerprint, take_fingerprint
 from fastdecode_hpc.batch.parked import Parked, load_parked, save_parked
 from fastdecode_hpc.config import ConfigError, RunConfig
 from fastdecode_hpc.sequence import SamplingParams
 
+DOCS = Path(fastdecode_hpc.__file__).parents[2] / "docs"
 DEFAULTS = SamplingParams(stop=("x",), logit_bias=((3, 1.5),))
 
 
@@ -59,6 +63,59 @@ def test_what_differs_is_said(tmp_path, model, change, said):
     assert "--overwrite" in str(caught.value)
 
 
+OLD_BUILDS = [  # options of a fingerprint, by the build that wrote it
+    RESULT_OPTIONS,
+    [name for name in RESULT_OPTIONS if name not in ("s_part", "weight_dtype", "trust_remote_code")],
+    ["dtype", "wire_dtype", "kv_dtype", "max_context_len", "overlong", "seed"],
+    [],
+]
+
+
+@pytest.mark.parametrize("known", OLD_BUILDS, ids=len)
+def test_a_field_that_an_older_build_did_not_have_is_its_default(tmp_path, model, known):
+    path, saved = tmp_path / "out.jsonl.job.json", take(model)
+    saved["options"] = {name: saved["options"][name] for name in known}
+    saved["sampling"] = {name: value for name, value in saved["sampling"].items() if name in ("stop", "logit_bias")}
+    save_fingerprint(path, saved)
+    check_fingerprint(path, take(model), tmp_path)
+    changed = take(model, num_layers=3, weight_dtype="int8", defaults=dataclasses.replace(DEFAULTS, top_k=5))
+    with pytest.raises(ConfigError) as caught:
+        check_fingerprint(path, changed, tmp_path)
+    for said in ("num_layers was None, now it is 3", "weight_dtype was 'auto', now it is 'int8'", "top_k was 0, now"):
+        assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("part", ["options", "sampling"])
+@pytest.mark.parametrize("value", [1, None, "x"])
+def test_a_field_that_only_the_file_has_is_told(tmp_path, model, part, value):
+    path, saved = tmp_path / "out.jsonl.job.json", take(model)
+    saved[part]["lost_option"] = value
+    save_fingerprint(path, saved)
+    with pytest.raises(ConfigError, match=f"lost_option was {value!r}, this version of the program does not have it"):
+        check_fingerprint(path, take(model), tmp_path)
+
+
+def test_a_models_code_counts_where_it_is_run(tmp_path, model):
+    path, code = tmp_path / "out.jsonl.job.json", model / "modeling_own.py"
+    code.write_text("x = 1")
+    plain, trusting = {"s_part": "transformers"}, {"s_part": "transformers", "trust_remote_code": True}
+    older = take(model, **plain)
+    older["model"]["modeling_own.py"] = "5 bytes, of a build that kept it whether it was run or not"
+    save_fingerprint(path, older)
+    check_fingerprint(path, take(model, **plain), tmp_path)
+    assert "modeling_own.py" not in take(model)["model"]
+    with pytest.raises(ConfigError, match=r"trust_remote_code was False, now it is True"):
+        check_fingerprint(path, take(model, **trusting), tmp_path)
+    save_fingerprint(path, take(model, **trusting))
+    check_fingerprint(path, take(model, **trusting), tmp_path)
+    code.write_text("x = 2")
+    with pytest.raises(ConfigError, match=r"the model's modeling_own\.py has changed"):
+        check_fingerprint(path, take(model, **trusting), tmp_path)
+    code.unlink()
+    with pytest.raises(ConfigError, match=r"the model's modeling_own\.py is gone"):
+        check_fingerprint(path, take(model, **trusting), tmp_path)
+
+
 def test_another_model_is_refused_wherever_its_files_differ(tmp_path, model, monkeypatch):
     monkeypatch.setattr(fingerprint_module, "SMALL_FILE_BYTES", 100)
     monkeypatch.setattr(fingerprint_module, "END_BYTES", 20)
@@ -85,8 +142,12 @@ def test_a_damaged_file_is_refused(tmp_path, model, text):
         check_fingerprint(path, take(model), tmp_path)
 
 
-def test_every_option_is_one_of_the_run():
+def test_every_option_is_one_of_the_run_and_in_the_docs():
     assert set(RESULT_OPTIONS) <= {spec.name for spec in dataclasses.fields(RunConfig)}
+    named = re.findall(
+        r"`(\w+)`", (DOCS / "batch.md").read_text().partition("the options")[2].partition("sampling flags")[0]
+    )
+    assert named == [*RESULT_OPTIONS, "auto_id"]
 
 
 tokens = st.lists(st.integers(0, 2**31 - 1), max_size=4).map(tuple)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError, deserialize
 from safetensors.torch import load_file, save_file
 
 from fastdecode_hpc.config import ConfigError
 from fastdecode_hpc.model_files import resolve_model
 from fastdecode_hpc.model_shape import ModelConfig, RopeScaling
+from fastdecode_hpc.s_part.safetensors_file import SafetensorsCheckpoint
 from fastdecode_hpc.s_part.weights import (
     checkpoint_dtype,
     dummy_weights,
@@ -327,3 +330,40 @@ def test_peak_memory_of_loading_is_close_to_the_weights(tmp_path: Path, tied: bo
     ratio = measure_load_peak(tmp_path)
     print(f"peak of loading is {ratio:.3f} x the weights")
     assert 0.95 < ratio < 1.2
+
+
+def format_types() -> list[str]:
+    """The types that the format has, as its own library tells them."""
+    with pytest.raises(SafetensorError) as caught:
+        deserialize(header_of("NONE", 8, 8))
+    return re.findall(r"`(\w+)`", str(caught.value).partition("expected one of")[2])
+
+
+def header_of(type_name: str, num_elements: int, num_bytes: int) -> bytes:
+    tensor = {"dtype": type_name, "shape": [num_elements], "data_offsets": [0, num_bytes]}
+    header = json.dumps({"x": tensor}).encode()
+    return len(header).to_bytes(8, "little") + header + bytes(num_bytes)
+
+
+def test_sizes_of_every_type_of_the_format_are_known(tmp_path: Path) -> None:
+    types, path = format_types(), tmp_path / "model.safetensors"
+    assert {"F4", "F6_E2M3", "F8_E4M3", "F8_E8M0", "BF16", "C64"} <= set(types)
+    for name in types:
+        sizes = [num_bytes for num_bytes in range(1, 9 * 8) if can_be_read(header_of(name, 8, num_bytes))]
+        assert len(sizes) == 1, name  # the library's own word for 8 elements
+        path.write_bytes(header_of(name, 8, sizes[0]))
+        assert SafetensorsCheckpoint(tmp_path).bytes_of(lambda name: True) == sizes[0], name
+        path.write_bytes(header_of(name, 8, sizes[0] + 1))
+        with pytest.raises(ConfigError, match="which is not its shape"):
+            SafetensorsCheckpoint(tmp_path)
+    path.write_bytes(header_of("F4", 3, 2))  # not a whole number of bytes
+    with pytest.raises(ConfigError, match="which is not its shape"):
+        SafetensorsCheckpoint(tmp_path)
+
+
+def can_be_read(data: bytes) -> bool:
+    try:
+        deserialize(data)
+    except SafetensorError:
+        return False
+    return True

@@ -10,7 +10,7 @@ from typing import Any
 from fastdecode_hpc.config import ConfigError, show
 from fastdecode_hpc.families.description import REQUIRED, ExpertKeys, Family, Key, Window
 from fastdecode_hpc.families.known import BY_ARCHITECTURE, BY_NAME, FAMILIES
-from fastdecode_hpc.families.refused import reason_to_refuse
+from fastdecode_hpc.families.refused import KindError, reason_to_refuse
 from fastdecode_hpc.families.rope import read_rope
 from fastdecode_hpc.files import read_json_object
 from fastdecode_hpc.model_shape import Experts, ModelConfig
@@ -26,6 +26,7 @@ def config_of(folder: Path, raw: Mapping[str, Any]) -> ModelConfig:
     ------
     ConfigError
         If its family isn't computed, it differs from its family in a way that isn't, or a value is missing or wrong.
+        `KindError` where the family or a quantisation is all that stands against it.
     """
     given = TypedValues(folder / "config.json", raw)
     family = _family(given)
@@ -48,37 +49,51 @@ def config_of(folder: Path, raw: Mapping[str, Any]) -> ModelConfig:
         bos_token_id=bos[0] if bos else None,
         architecture=family.name,
     )
-    if family.window is None:
-        return config
-    return dataclasses.replace(config, **_read_window(given, raw, family.window, config.num_layers))
+    if family.window is not None:
+        config = dataclasses.replace(config, **_read_window(given, raw, family.window, config.num_layers))
+    _check_unquantised(given, raw)  # last: without it nothing else stands against the model
+    return config
 
 
-def _family(given: TypedValues) -> Family:
-    """The family that config.json names."""
+def forms_to_take(raw: Mapping[str, Any], *, gguf: str = "a GGUF file") -> str:
+    """In which forms a model that is quantised in its safetensors can be run; `gguf` is what the first is called."""
+    family, _ = _find_family(TypedValues(Path("config.json"), raw))
+    plain = "an unquantised safetensors checkpoint"
+    return plain if family is None or family.gguf is None else f"{gguf} or {plain}"
+
+
+def _find_family(given: TypedValues) -> tuple[Family | None, str]:
+    """The family that config.json names, if it is one of ours, and what it names."""
     listed = given.get("architectures", [])
     names = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
     kind = given.text("model_type", "")
     known = [BY_ARCHITECTURE[name] for name in names if name in BY_ARCHITECTURE]
     if not listed and kind in BY_NAME:
-        return BY_NAME[kind]
-    if not known:
-        what = ", ".join(names) or kind or show(listed)
-        supported = ", ".join(family.architecture for family in FAMILIES)
-        reason = reason_to_refuse(given)
-        hint = f"it has {reason}" if reason else "generate --s-part transformers runs others, on transformers' code"
-        raise ConfigError(f"the model's architecture is {what}; supported are {supported}; {hint}")
-    return known[0]
+        known = [BY_NAME[kind]]
+    return known[0] if known else None, ", ".join(names) or kind or show(listed)
+
+
+def _family(given: TypedValues) -> Family:
+    family, what = _find_family(given)
+    if family is not None:
+        return family
+    supported = ", ".join(family.architecture for family in FAMILIES)
+    text = f"the model's architecture is {what}; supported are {supported}"
+    reason = reason_to_refuse(given)
+    raise ConfigError(f"{text}; it has {reason}") if reason else KindError(text)
+
+
+def _check_unquantised(given: TypedValues, raw: Mapping[str, Any]) -> None:
+    quantisation = given.inner("quantization_config")
+    if quantisation:
+        raise KindError(
+            f"the model has a quantization_config ({quantisation.text('quant_method', 'unnamed')}); natively only "
+            f"unquantised safetensors are read: take {forms_to_take(raw)}"
+        )
 
 
 def _check_features(given: TypedValues, family: Family) -> None:
     """Raise for what changes the arithmetic in a way that isn't computed."""
-    quantisation = given.inner("quantization_config")
-    if quantisation:
-        raise ConfigError(
-            f"the model has a quantization_config ({quantisation.text('quant_method', 'unnamed')}); only unquantised "
-            "safetensors are read: take the original checkpoint or a GGUF file, or --s-part transformers, which runs "
-            "what transformers can on this machine"
-        )
     for key, choices in family.computed.items():
         value = given.get(key, choices[0])
         if value not in choices:

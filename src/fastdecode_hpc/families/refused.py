@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from fastdecode_hpc.config import ConfigError
+
 _MLA = "latent attention (MLA), whose cache holds no keys and values of heads"
 _CROSS = "cross-attention, to keys and values of another input than the text"
 _STATE = "state-space or other recurrent layers, whose state is no cache of keys and values"
@@ -39,6 +41,10 @@ _BY_LAYER = {
 _LAYER_KEYS = ("layer_types", "layers_block_type", "block_types", "hybrid_override_pattern")
 _STATE_KEYS = ("mamba_", "ssm_", "rwkv_", "lru_", "conv_L_cache", "state_size")
 _LINEAR_KEYS = ("linear_conv_", "linear_num_", "linear_attn_")
+
+
+class KindError(ConfigError):
+    """One kind of S-Part can't run a model that another may."""
 
 
 def reason_to_refuse(raw: Mapping[str, Any]) -> str:

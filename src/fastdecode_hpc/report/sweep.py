@@ -11,7 +11,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from fastdecode_hpc.config import ConfigError
+from fastdecode_hpc.config import ConfigError, differences, option_defaults
 from fastdecode_hpc.files import check_writable, partial_name, put_in_place
 from fastdecode_hpc.report.schema import PROGRAM
 
@@ -172,11 +172,9 @@ def _read_units(path: Path) -> dict[str, str]:
 
 def _check_fixed(path: Path, known: Mapping[str, str], wanted: Mapping[str, str]) -> None:
     """Refuse to mix figures of different models or options."""
-    differ = [
-        f"{name} was {known.get(name)}, now it is {value}" for name, value in wanted.items() if known.get(name) != value
-    ]
-    if differ:
-        raise ConfigError(f"{path} is a sweep of something else: {'; '.join(differ)}; name another file")
+    defaults = {name: str(value) for name, value in option_defaults().items()}
+    if found := differences(known, wanted, defaults):
+        raise ConfigError(f"{path} is a sweep of something else: {'; '.join(found)}; name another file")
 
 
 def _rows(columns: Mapping[str, Iterable[Any]]) -> list[Row]:

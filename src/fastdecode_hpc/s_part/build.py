@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from fastdecode_hpc.config import ConfigError, RunConfig
-from fastdecode_hpc.host import keep_freed_memory
+from fastdecode_hpc.host import format_bytes, keep_freed_memory
 from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.s_part.model import SPart
 from fastdecode_hpc.s_part.products import pack_part
@@ -20,6 +20,8 @@ from fastdecode_hpc.s_part.weights import checkpoint_dtype, dummy_weights, load_
 from fastdecode_hpc.s_part.wire import TORCH_DTYPES
 
 logger = logging.getLogger(__name__)
+
+TELL_EVERY_S = 10.0
 
 
 def choose_device(name: str) -> torch.device:
@@ -65,22 +67,35 @@ def build_native(
     device = choose_device(run.device)
     dtype = TORCH_DTYPES[choose_dtype(run.dtype, device, None if run.load_format == "dummy" else path)]
     finish = partial(pack_part, weight_dtype=run.weight_dtype)  # layer by layer: one is in memory twice at a time
-    with load_timed():
+    with load_timed(progress) as tell:
         if run.load_format == "dummy":
             weights = dummy_weights(model, dtype=dtype, device=device, seed=run.seed, finish=finish)
         else:
             first = run.num_layers is not None
             weights = load_weights(
-                path, model, dtype=dtype, device=device, first_layers=first, progress=progress, finish=finish
+                path, model, dtype=dtype, device=device, first_layers=first, progress=tell, finish=finish
             )
     invariant = device.type == "cpu" if run.batch_invariant is None else run.batch_invariant
     return SPart(model, weights, device=device, dtype=dtype, batch_invariant=invariant, max_positions=max_context_len)
 
 
 @contextmanager
-def load_timed() -> Iterator[None]:
-    """Around the loading of weights: says how long it took, and what was freed meanwhile is given back."""
-    started = time.perf_counter()
-    yield
+def load_timed(progress: Callable[[int, int], None] | None) -> Iterator[Callable[[int, int], None]]:
+    """Around the loading of weights: says how long it took, and what was freed meanwhile is given back.
+
+    Gives what is to be called with bytes in place and their total: it passes them on, and says now and then how far it
+    is.
+    """
+    started = told = time.perf_counter()
+
+    def tell(done: int, total: int) -> None:
+        nonlocal told
+        if progress is not None:
+            progress(done, total)
+        if time.perf_counter() - told >= TELL_EVERY_S:
+            told = time.perf_counter()
+            logger.info("weights: %s of %s are in place", format_bytes(done), format_bytes(total))
+
+    yield tell
     keep_freed_memory()  # only now: the weights as they were read are given back
     logger.info("weights ready in %.1f s", time.perf_counter() - started)

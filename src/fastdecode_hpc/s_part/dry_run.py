@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fastdecode_hpc.config import ConfigError
+from fastdecode_hpc.families.refused import KindError
 from fastdecode_hpc.s_part.transformers_model import SeenTokens, ask
 
 # Arguments that change nothing, or that are read.
@@ -73,7 +74,7 @@ def dry_run(base: torch.nn.Module, num_layers: int, max_context_len: int) -> Ask
     Raises
     ------
     ConfigError
-        If it asks for what R-workers can't compute, or can't be run.
+        If it asks for what R-workers can't compute, or can't be run. `KindError` where the native S-Part may run it.
     """
     if "position_ids" not in inspect.signature(base.forward).parameters:
         raise ConfigError(
@@ -98,7 +99,7 @@ def dry_run(base: torch.nn.Module, num_layers: int, max_context_len: int) -> Ask
         with torch.inference_mode():
             outputs = base(input_ids=ones, position_ids=ones, attention_mask=ones, use_cache=False)
     except ConfigError as error:
-        raise ConfigError(f"{type(base).__name__} can't be run: {error}") from error
+        raise type(error)(f"{type(base).__name__} can't be run: {error}") from error
     except Exception as error:  # its code is not ours
         raise ConfigError(
             f"{type(base).__name__} can't be run without weights, to see what it asks of attention: "
@@ -113,7 +114,7 @@ def _check_options(module: Any, mask: Any, options: dict[str, Any]) -> None:
     """Refuse what would change the arithmetic in a way that isn't computed."""
     sinks = options.get("s_aux")
     if sinks is not None or getattr(module, "sinks", None) is not None:
-        raise ConfigError("its attention has sinks, which only the native S-Part tells the R-workers of")
+        raise KindError("its attention has sinks, which only the native S-Part tells the R-workers of")
     if not isinstance(mask, SeenTokens):
         what = "a mask of its own" if isinstance(mask, Tensor) else "no mask"
         raise ConfigError(f"it gives {what} to attention, so the tokens that a query sees aren't known")

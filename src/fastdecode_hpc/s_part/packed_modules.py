@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from fastdecode_hpc.s_part.products import linear, pack_tensor
 
 
-def pack_modules(model: Any) -> None:
+def pack_modules(model: Any, after_each: Callable[[], None]) -> None:
     """Pack weights of plain linear modules in place, where that is of use, one after the other.
 
     A weight that another module has too, as a head that is the embedding, stays there as it was.
@@ -22,6 +23,7 @@ def pack_modules(model: Any) -> None:
         if packed.is_mkldnn:
             module.weight = torch.nn.Parameter(packed, requires_grad=False)
             module.forward = partial(linear, weight=module.weight, bias=module.bias)
+        after_each()
 
 
 def tied_head_weights(model: Any) -> int:

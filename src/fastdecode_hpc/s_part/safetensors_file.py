@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
@@ -21,9 +22,11 @@ from fastdecode_hpc.files import parse_json_object, read_json_object
 from fastdecode_hpc.s_part.tensor_places import Place, check_places
 
 _TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
-# Buffers of some models, such as masks: their sizes must be known, not their values.
-_OTHER_TYPE_BYTES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "I16": 2, "U16": 2, "I32": 4, "U32": 4, "I64": 8, "U64": 8, "F8_E4M3": 1, "F8_E5M2": 1,
+# All that the format has: of buffers, such as masks, and of quantised weights sizes must be known, not values.
+_TYPE_BITS = {
+    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
+    "I64": 64, "U64": 64, "F64": 64, "C64": 64,
 }  # fmt: skip
 _DTYPE_NAMES = {"F32": "fp32", "F16": "fp16", "BF16": "bf16", "F64": "fp32"}
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
@@ -37,9 +40,12 @@ class _Entry(NamedTuple):
     shape: tuple[int, ...]
 
     @property
+    def size_bits(self) -> int:
+        return math.prod(self.shape) * _TYPE_BITS[self.type_name]
+
+    @property
     def size_bytes(self) -> int:
-        known = _TYPES.get(self.type_name)
-        return math.prod(self.shape) * (_OTHER_TYPE_BYTES[self.type_name] if known is None else int(known.itemsize))
+        return self.size_bits // 8
 
 
 class SafetensorsCheckpoint:
@@ -85,10 +91,9 @@ class SafetensorsCheckpoint:
         """Shape of every tensor, by name."""
         return {name: entry.shape for name, entry in self._entries.items()}
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(entry.size_bytes for entry in self._entries.values())
+    def bytes_of(self, counts: Callable[[str], bool]) -> int:
+        """Bytes of the tensors whose names count."""
+        return sum(entry.size_bytes for name, entry in self._entries.items() if counts(name))
 
     @property
     def dtype(self) -> str:
@@ -183,10 +188,10 @@ def _entry(path: Path, name: str, info: Any, data_offset: int) -> _Entry:
             f"{where} is described as {show(info)}; it must have a dtype, a shape of at most {_MAX_DIMENSIONS} "
             "sizes, and two data_offsets"
         )
-    if not isinstance(type_name, str) or type_name not in (*_TYPES, *_OTHER_TYPE_BYTES):
-        raise ConfigError(f"{where} has type {_named(type_name)}; only {', '.join(_TYPES)} are read")
+    if not isinstance(type_name, str) or type_name not in _TYPE_BITS:
+        raise ConfigError(f"{where} has type {_named(type_name)}; known are {', '.join(_TYPE_BITS)}")
     entry = _Entry(path, data_offset + offsets[0], type_name, tuple(shape))
-    if offsets[1] - offsets[0] != entry.size_bytes:
+    if 8 * (offsets[1] - offsets[0]) != entry.size_bits:
         raise ConfigError(f"{where} has {offsets[1] - offsets[0]} bytes, which is not its shape {show(shape)}")
     return entry
 

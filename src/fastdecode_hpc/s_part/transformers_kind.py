@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fastdecode_hpc.config import DTYPE_BYTES, ConfigError, RunConfig, check_at_least, naming
-from fastdecode_hpc.families.config_json import eos_ids
-from fastdecode_hpc.families.refused import reason_to_refuse
+from fastdecode_hpc.families.config_json import eos_ids, forms_to_take
+from fastdecode_hpc.families.refused import KindError, reason_to_refuse
 from fastdecode_hpc.files import read_json_object
 from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.s_part import transformers_model
 from fastdecode_hpc.s_part.build import choose_device, choose_dtype, load_timed
+from fastdecode_hpc.s_part.checkpoint import read_model_config
 from fastdecode_hpc.s_part.dry_run import Asked, dry_run, pin_rotations
 from fastdecode_hpc.s_part.packed_modules import pack_modules, tied_head_weights
 from fastdecode_hpc.s_part.safetensors_file import SafetensorsCheckpoint
@@ -38,6 +41,7 @@ class TransformersKind:
 
     def __init__(self, run: RunConfig, path: Path) -> None:
         if path.suffix == ".gguf":
+            read_model_config(path)  # the native S-Part may refuse it
             raise ConfigError(f"{path} is a GGUF file, which the native S-Part reads; leave out --s-part transformers")
         if run.weight_dtype != "auto":
             raise ConfigError(
@@ -45,9 +49,6 @@ class TransformersKind:
                 "transformers"
             )
         self._run, self._path, self._trust = run, path, run.trust_remote_code
-        self._device = choose_device(run.device)
-        has_checkpoint = run.load_format != "dummy"
-        self._dtype = choose_dtype(run.dtype, self._device, path if has_checkpoint else None)
         with naming(path / "config.json"):
             self._raw = read_json_object(path / "config.json")
             reason = reason_to_refuse(self._raw)
@@ -55,10 +56,15 @@ class TransformersKind:
                 raise ConfigError(f"the model {self._raw.get('model_type')} has {reason}")
         transformers_model.be_quiet()
         self._config = transformers_model.read_config(path, trust_remote_code=self._trust)
-        if has_checkpoint:
-            transformers_model.check_quantisation(self._config, self._device)
 
     def read_model(self) -> ModelConfig:
+        try:
+            return self.read_alone()
+        except KindError as error:
+            raise ConfigError(f"{error}; {_natively(self._path)}") from error
+
+    def read_alone(self) -> ModelConfig:
+        """As `read_model`; `KindError` where the native S-Part may run the model."""
         longest = self._longest()
         model = self._empty(self._config)
         pin_rotations(model.modules(), longest)
@@ -66,9 +72,16 @@ class TransformersKind:
             asked = dry_run(model.base_model, self._config.num_hidden_layers, longest)
             return self._as_shape(asked, _vocab_size(model, asked.hidden_size), longest)
 
-    def weights_bytes(self, model: ModelConfig) -> int:
+    def check_machine(self) -> None:
+        """Raise `ConfigError` where weights of this kind can't be run on this machine; none are read."""
         if self._is_quantised:
-            return SafetensorsCheckpoint(self._path).size_bytes
+            forms = forms_to_take(self._raw, gguf="a GGUF file without --s-part transformers")
+            transformers_model.check_quantisation(self._config, self._device, forms)
+
+    def weights_bytes(self, model: ModelConfig) -> int:
+        self.check_machine()
+        if self._is_quantised:
+            return SafetensorsCheckpoint(self._path).bytes_of(self._counts(model))
         empty = self._empty(self._first_layers(model))
         num_weights: int = sum(parameter.numel() for parameter in empty.parameters())
         if self._device.type == "cpu":
@@ -85,22 +98,31 @@ class TransformersKind:
     ) -> TransformersSPart:
         torch.set_num_threads(threads)
         total = self.weights_bytes(model)
-        tell = progress or (lambda done, total: None)
-        with load_timed():
-            tell(0, total)
-            loaded = self._load(model)
-            pack_modules(loaded)
-            tell(total, total)
+        with load_timed(progress) as tell:
+            loaded = self._load(model, lambda done, count: tell(total * done // count, total))
+            pack_modules(loaded, partial(tell, total, total))
         pin_rotations(loaded.modules(), max_context_len)
         s_part = TransformersSPart(model, loaded, device=self._device, dtype=TORCH_DTYPES[self._dtype])
         s_part.check()
         return s_part
 
+    # What depends on the machine is asked for when weights are about to be loaded: whoever wants the shape alone may be
+    # elsewhere.
+
+    @cached_property
+    def _device(self) -> torch.device:
+        return choose_device(self._run.device)
+
+    @cached_property
+    def _dtype(self) -> str:
+        has_checkpoint = self._run.load_format != "dummy"
+        return choose_dtype(self._run.dtype, self._device, self._path if has_checkpoint else None)
+
     @property
     def _is_quantised(self) -> bool:
         return self._run.load_format != "dummy" and getattr(self._config, "quantization_config", None) is not None
 
-    def _load(self, model: ModelConfig) -> Any:
+    def _load(self, model: ModelConfig, progress: Callable[[int, int], None]) -> Any:
         config, dtype = self._first_layers(model), TORCH_DTYPES[self._dtype]
         if self._run.load_format == "dummy":
             return transformers_model.dummy_model(
@@ -108,8 +130,18 @@ class TransformersKind:
             )
         SafetensorsCheckpoint(self._path)  # damaged files are told as they are by the native S-Part
         return transformers_model.load_model(
-            self._path, config, dtype=dtype, device=self._device, trust_remote_code=self._trust
+            self._path, config, dtype=dtype, device=self._device, trust_remote_code=self._trust, progress=progress
         )
+
+    def _counts(self, model: ModelConfig) -> Callable[[str], bool]:
+        """Whether a tensor, by its name, is of the layers that `model` has, or of none."""
+        if model.num_layers == self._config.num_hidden_layers:
+            return lambda name: True
+        whole = self._empty(self._config)
+        names = [{name for name, _ in each.named_modules()} for each in (whole, self._empty(self._first_layers(model)))]
+        left_out = names[0] - names[1]
+        left_out |= {name.removeprefix(f"{whole.base_model_prefix}.") for name in left_out}  # of a bare model's files
+        return lambda name: left_out.isdisjoint(itertools.accumulate(name.split("."), "{}.{}".format))
 
     def _first_layers(self, model: ModelConfig) -> Any:
         return transformers_model.first_layers(self._config, model.num_layers)
@@ -152,6 +184,16 @@ class TransformersKind:
             attention_scale=None if scale == head_dim**-0.5 else scale,
             attention_softcap=asked.common("softcap"),
         )
+
+
+def _natively(path: Path) -> str:
+    """What the native S-Part says of a model."""
+    try:
+        read_model_config(path)
+    except ConfigError as error:
+        told = str(error).removeprefix(f"{path / 'config.json'}: ")
+        return f"without --s-part transformers: {told}"
+    return "the native S-Part runs it: leave out --s-part transformers"
 
 
 def _vocab_size(model: Any, hidden_size: int) -> int:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +104,21 @@ def dummy_model(config: Any, *, dtype: torch.dtype, device: torch.device, seed: 
     return _made(config, attention=ATTENTION, dtype=dtype, trust_remote_code=trust_remote_code).to(device, dtype).eval()
 
 
-def load_model(folder: Path, config: Any, *, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> Any:
+def load_model(
+    folder: Path,
+    config: Any,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    trust_remote_code: bool,
+    progress: Callable[[int, int], None],
+) -> Any:
     """The model with the weights of its safetensors.
+
+    Parameters
+    ----------
+    progress : callable
+        Called before each parameter with the number of those that are in place, and of all.
 
     Raises
     ------
@@ -114,17 +128,18 @@ def load_model(folder: Path, config: Any, *, dtype: torch.dtype, device: torch.d
     quantised = getattr(config, "quantization_config", None) is not None
     place = {"device_map": {"": str(device)}} if quantised else {}  # such weights can't be moved or converted later
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
-            folder,
-            config=copy.deepcopy(config),
-            dtype=dtype,
-            attn_implementation=ATTENTION,
-            trust_remote_code=trust_remote_code,
-            local_files_only=True,
-            use_safetensors=True,
-            output_loading_info=True,
-            **place,
-        )
+        with _counted(progress):
+            model, found = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=copy.deepcopy(config),
+                dtype=dtype,
+                attn_implementation=ATTENTION,
+                trust_remote_code=trust_remote_code,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+                **place,
+            )
     except (OSError, ValueError, RuntimeError, ImportError, KeyError) as error:
         raise ConfigError(f"transformers {transformers.__version__} cannot load {folder}: {error}") from error
     missing = [*found["missing_keys"], *(str(key) for key in found["mismatched_keys"])]
@@ -133,8 +148,31 @@ def load_model(folder: Path, config: Any, *, dtype: torch.dtype, device: torch.d
     return model.eval() if quantised else model.to(device).eval()
 
 
-def check_quantisation(config: Any, device: torch.device) -> None:
-    """Raise `ConfigError` unless transformers can run the checkpoint's quantisation, if it has one, on this machine."""
+@contextmanager
+def _counted(progress: Callable[[int, int], None]) -> Iterator[None]:
+    """Tell of what transformers would show a bar for; its first versions have no hook for that, and nothing is told."""
+    set_hook = getattr(transformers.utils.logging, "set_tqdm_hook", lambda hook: None)
+
+    def told(items: Sequence[Any]) -> Iterator[Any]:
+        for number, item in enumerate(items):
+            progress(number, len(items))
+            yield item
+
+    def hook(make_bar: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        return make_bar(told(*args), **options) if len(args) == 1 else make_bar(*args, **options)
+
+    before = set_hook(hook)
+    try:
+        yield
+    finally:
+        set_hook(before)
+
+
+def check_quantisation(config: Any, device: torch.device, forms: str) -> None:
+    """Raise `ConfigError` unless transformers can run the checkpoint's quantisation, if it has one, on this machine.
+
+    `forms` are the ways out, in words.
+    """
     given = getattr(config, "quantization_config", None)
     if given is None:
         return
@@ -145,7 +183,7 @@ def check_quantisation(config: Any, device: torch.device) -> None:
         method = given.get("quant_method") if isinstance(given, dict) else getattr(given, "quant_method", None)
         raise ConfigError(
             f"the model is quantised ({getattr(method, 'value', method)}), which transformers "
-            f"{transformers.__version__} can't run here: {error}; take the original checkpoint or a GGUF file"
+            f"{transformers.__version__} can't run here: {' '.join(str(error).split())}; take {forms}"
         ) from error
 
 
