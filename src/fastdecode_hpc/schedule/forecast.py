@@ -82,7 +82,7 @@ class LoadForecast:
 
 
 class OwnersForecast:
-    """Token-layers read by each R-worker in the steps to come, and its rows, if each sequence runs for as long as it may.
+    """What each R-worker reads in the steps to come, and its rows, if each sequence runs for as long as it may.
 
     Parameters
     ----------
@@ -119,7 +119,7 @@ class OwnersForecast:
         return self._sums[:, :, min(first + num_steps, last)] - self._sums[:, :, min(first, last)]
 
     def sums_of(self, seq: Sequence) -> Ints:
-        """Token-layers and rows of `seq` up to each of its coming decode steps, that one included: ``[2, num_steps]``."""
+        """Token-layers and rows of `seq` up to the end of each of its coming decode steps: ``[2, num_steps]``."""
         return _sums(coming_loads(self.layout, seq))
 
     def _change(self, owner: int, step: int, own: Ints, how: np.ufunc) -> None:

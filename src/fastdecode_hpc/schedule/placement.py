@@ -35,8 +35,8 @@ class Placement:
     Notes
     -----
     A sequence is admitted with its worst case (longest prompt plus output), so what has been admitted
-    always finishes: nothing is evicted and nothing waits for blocks in mid-flight. All R-workers are compared at once, in
-    arrays with a place for each in the order of ranks: there may be hundreds, and each sequence is placed.
+    always finishes: nothing is evicted and nothing waits for blocks in mid-flight. All R-workers are compared at
+    once, in arrays with a place for each in the order of ranks: there may be hundreds, and each sequence is placed.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class Placement:
         costs: Mapping[int, WorkerCost] | None = None,
     ) -> None:
         self.layout, self.capacity = layout, capacity
+        self._num_layers = layout.num_layers
         self.owners = tuple(sorted(capacity))
         self._index = {rank: index for index, rank in enumerate(self.owners)}
         self._free = np.array([capacity[rank] for rank in self.owners], np.int64)  # [num_owners, num_groups]
@@ -121,7 +122,7 @@ class Placement:
         busy: Floats = with_it[:, 0] * self._token_s
         if self._links_cost:
             row_s, step_s = self._link_s
-            busy += with_it[:, 1] * self.layout.num_layers * row_s + num_steps * self.layout.num_layers * step_s
+            busy += with_it[:, 1] * self._num_layers * row_s + num_steps * self._num_layers * step_s
         return busy
 
     def _prefer_idle(self, busy: Floats, step: int) -> None:
