@@ -27,6 +27,7 @@ from fastdecode_hpc.results import Completion, Hooks, RunStats
 from fastdecode_hpc.sequence import Request, SamplingParams, Sequence
 from fastdecode_hpc.setup import Hello, RankSetup, Setup, decide_setup, weights_on_host
 from fastdecode_hpc.startup import Dismissed
+from fastdecode_hpc.transport.clocks import Clocks
 from fastdecode_hpc.verify import Verdict, Verification, tolerance_nats
 
 logger = logging.getLogger(__name__)
@@ -146,8 +147,7 @@ class Engine:
         self.stop_requested = stop_requested
         self.model_path: Path | None = None
         self.tokenizer: Tokenizer | None = None
-        self.clocks: list[tuple[float, float]] = [(0.0, 0.0)]
-        self._aligned_s = 0.0  # when they were
+        self.clocks = Clocks([(0.0, 0.0)], 0.0)  # of all ranks, on rank 0
         self.t_load_s = 0.0
         self.all_layers = 0  # of the model, on rank 0
         self._kind: SPartKind  # on rank 0
@@ -231,7 +231,7 @@ class Engine:
         if self.setup.model.attention_sinks:
             self._share_sinks()
         if self.world is not None:  # not before loading, which may take minutes: clocks of hosts drift apart
-            self.clocks, self._aligned_s = self.world.align_clocks() or self.clocks, time.perf_counter()
+            self.clocks = Clocks(self.world.align_clocks() or (), time.perf_counter())
 
     def _share_sinks(self) -> None:
         """Give the kernels what weights the attention has; collective."""
@@ -465,7 +465,7 @@ class Engine:
             return s_end
         from fastdecode_hpc.transport.mpi_s_end import MpiSEnd
 
-        return MpiSEnd(self.world, self._wire_shape(), self._progress(), self.clocks, self._aligned_s)
+        return MpiSEnd(self.world, self._wire_shape(), self._progress(), self.clocks)
 
     def _progress(self) -> Progress:
         from fastdecode_hpc.transport.mpi_progress import Progress

@@ -33,7 +33,7 @@ def run_attributes(engine: Engine) -> dict[str, Any]:
         "hostnames": sorted({r.host for r in engine.setup.ranks}),
         "ranks": ranks,
         "kv_bytes_per_token": engine.setup.layout.token_bytes,
-        "clock_errors_s": [error for _, error in engine.clocks],
+        "clock_errors_s": engine.clocks.errors_s,
         "mpi_library": _mpi_library(engine),
         "slurm": {name: value for name, value in os.environ.items() if name.startswith("SLURM_")},
     }

@@ -14,6 +14,7 @@ import pytest
 
 from fastdecode_hpc.schedule.pipeline import pipeline
 from fastdecode_hpc.transport.base import PlanKind, Segment, StepPlan, StepReport
+from fastdecode_hpc.transport.clocks import Clocks
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.timeout(120)]
 
@@ -22,7 +23,15 @@ QKV_SIZE = Q_SIZE + 2 * KV_SIZE
 NUM_STEPS = 25
 
 
-def make_ends(world, num_slots: int, dtype=np.float32, *, wait: str = "sleep", use_thread: bool = False):
+def make_ends(
+    world,
+    num_slots: int,
+    dtype=np.float32,
+    *,
+    wait: str = "sleep",
+    use_thread: bool = False,
+    clocks: Clocks | None = None,
+):
     from fastdecode_hpc.transport.mpi_comms import WireShape
     from fastdecode_hpc.transport.mpi_progress import Progress
     from fastdecode_hpc.transport.mpi_r_end import MpiREnd
@@ -30,9 +39,9 @@ def make_ends(world, num_slots: int, dtype=np.float32, *, wait: str = "sleep", u
 
     shape = WireShape(NUM_LAYERS, num_slots, 12, QKV_SIZE, Q_SIZE, KV_SIZE, dtype)
     progress = Progress(world.control, wait=wait, use_thread=use_thread)
+    trips = world.align_clocks()
     if world.is_s_rank:
-        return MpiSEnd(world, shape, progress, world.align_clocks(), time.perf_counter())
-    world.align_clocks()
+        return MpiSEnd(world, shape, progress, clocks or Clocks(trips, time.perf_counter()))
     return MpiREnd(world, shape, progress)
 
 
@@ -208,6 +217,52 @@ def test_clocks_of_one_host_agree(world) -> None:
         for offset, error in clocks:
             # One host has one monotonic clock: the measured offset may be no larger than the stated error.
             assert abs(offset) <= error + 1e-9
+
+
+@pytest.mark.parametrize("use_thread", [True, False])
+def test_clocks_are_aligned_again_during_a_run(world, use_thread: bool) -> None:
+    """Offsets that are far off, as if hosts had drifted apart for days, are mended by questions beside the pipeline."""
+    clocks = Clocks([(0.0, 0.0)] + [(5000.0, 100.0)] * (world.size - 1), time.perf_counter())
+    plans = make_plans(world.size, 2, seed=4)
+    end = make_ends(world, 2, use_thread=use_thread, clocks=clocks)
+    if not world.is_s_rank:
+        run_r_side(end, plans, np.float32)
+        return
+    run_s_side(end, plans, np.float32)
+    for rank in range(1, world.size):
+        assert abs(clocks.offsets_s[rank]) <= clocks.errors_s[rank] < 100.0
+        assert not clocks.drifts(rank)  # one host: it is found out, and not asked any more
+
+
+def test_prompt_kv_counts_as_the_message_before(world) -> None:
+    """What comes after it on the link was behind it."""
+    end = make_ends(world, 1)
+    array = lambda values: np.array(values, np.int64)  # noqa: E731
+    segments = [Segment(1, 1, 1, 0, 0, 4)]
+    plan = StepPlan(PlanKind.RUN, 0, array([2]), array([1]), array([0]), segments=segments)
+    stop = StepPlan(PlanKind.STOP, 1)
+    if world.is_s_rank:
+        end.bind(0, np.zeros((12, QKV_SIZE), np.float32), np.zeros((12, Q_SIZE), np.float32))
+        end.send_plan(0, plan)
+        end.send_kv(segments, kv_rows(segments, np.float32), lambda: True)
+        world.barrier("prompt K/V to be stored")
+        for _ in range(NUM_LAYERS):
+            end.scatter_qkv(0, lambda: True)
+            end.wait_out(0)
+        report = end.wait_reports(0)[1]
+        assert (report.t_before > 0).all() and report.t_before[0] <= report.t_arrived[0]
+        end.send_plan(0, stop)
+    else:
+        end.bind(lambda segments, rows: None)
+        end.expect(end.wait_plan(0).segments)
+        end.wait_prefill()
+        world.barrier("prompt K/V to be stored")
+        for _ in range(NUM_LAYERS):
+            end.wait_qkv(0)
+            end.send_out(0)
+        end.send_report(0, StepReport(0.0, 0.0, 0.0, 0, False, *end.layer_times(0)))
+        end.wait_plan(0)
+    end.close()
 
 
 def test_a_wait_in_vain_names_what_it_was_for_and_where_all_ranks_are(world) -> None:

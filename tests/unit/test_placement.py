@@ -214,3 +214,83 @@ def test_a_worker_that_got_nothing_for_long_gets_a_sequence() -> None:
     assert [placement.place(seq, RETRY_STEPS) for seq in seqs] == [2, 1]
     placement.release(seqs[0], RETRY_STEPS + 8)
     assert placement.place(make_seq(2, 8), RETRY_STEPS + 9) == 1
+
+
+class PlainPlacement:
+    """The formula, sequence by sequence and step by step."""
+
+    def __init__(self, made: KVLayout, capacity: dict[int, tuple[int, ...]]) -> None:
+        self.layout, self.free = made, {rank: list(blocks) for rank, blocks in capacity.items()}
+        self.costs: dict[int, WorkerCost] = {}
+        self.loads: dict[int, dict[int, tuple[int, dict[int, int]]]] = {}  # seq_id |-> owner, load by step
+        self.used = dict.fromkeys(capacity, 0)
+
+    def steps_of(self, rank: int) -> list[dict[int, int]]:
+        return [loads for owner, loads in self.loads.values() if owner == rank]
+
+    def busy(self, rank: int, own: dict[int, int]) -> float:
+        cost, layers = self.costs.get(rank, WorkerCost()), self.layout.num_layers
+        others = self.steps_of(rank)
+        tokens = sum(own.values()) + sum(loads.get(step, 0) for loads in others for step in own)
+        rows = len(own) + sum(step in loads for loads in others for step in own)
+        return tokens * cost.token_s + (rows * layers * cost.row_s + len(own) * layers * cost.step_s)
+
+    def place(self, seq: Sequence, step: int) -> int | None:
+        need = self.layout.worst_case(seq.max_context_len)
+        room = [rank for rank, free in self.free.items() if all(a >= b for a, b in zip(free, need, strict=True))]
+        if not room:
+            return None
+        windows = [window for group in self.layout.main_groups for window in [group.window] * len(group.layers)]
+        contexts = range(seq.prompt_len + 1, seq.prompt_len + seq.max_new_tokens)
+        own = {
+            step + late: sum(context if window is None else min(context, window) for window in windows)
+            for late, context in enumerate(contexts)
+        }
+        idle = [
+            rank
+            for rank in room
+            if step - self.used[rank] >= RETRY_STEPS and not any(step in loads for loads in self.steps_of(rank))
+        ]
+        owner = min(idle or room, key=lambda rank: (self.busy(rank, own), rank))
+        self.take(owner, need, 1)
+        self.loads[seq.seq_id], self.used[owner] = (owner, own), step
+        return owner
+
+    def release(self, seq: Sequence, step: int) -> None:
+        owner, _ = self.loads.pop(seq.seq_id)
+        self.take(owner, self.layout.worst_case(seq.max_context_len), -1)
+        self.used[owner] = step
+
+    def take(self, owner: int, need: tuple[int, ...], sign: int) -> None:
+        self.free[owner] = [free - sign * blocks for free, blocks in zip(self.free[owner], need, strict=True)]
+
+
+@given(
+    st.integers(1, 5),
+    st.sampled_from([None, 20]),
+    st.lists(
+        st.tuples(st.integers(0, 60), st.integers(1, 60), st.sampled_from([0, 0, 1, 5, 70, RETRY_STEPS])), max_size=50
+    ),
+    st.randoms(use_true_random=False),
+)
+@settings(max_examples=150, deadline=None)
+def test_the_owner_is_the_one_of_the_plain_formula(num_workers: int, window: int | None, events, random) -> None:
+    made = layout(window)
+    capacity = {rank: (random.randrange(10, 60),) for rank in range(1, num_workers + 1)}
+    placement, plain = Placement(made, capacity), PlainPlacement(made, capacity)
+    step, held = 0, []
+    for seq_id, (prompt_len, new, wait) in enumerate(events):
+        step += wait
+        if random.random() < 0.2:  # whole numbers: sums are exact, so that ties are
+            draw = lambda: WorkerCost(*(float(random.randrange(4)) for _ in range(3)))  # noqa: E731
+            placement.costs = plain.costs = {rank: draw() for rank in capacity}
+        while held and random.random() < 0.4:
+            gone = held.pop(random.randrange(len(held)))
+            placement.release(gone, step)
+            plain.release(gone, step)
+        seq = Sequence(seq_id, seq_id, [1] * prompt_len, SamplingParams(), new)
+        owner = placement.place(seq, step)
+        assert owner == plain.place(seq, step)
+        assert {rank: placement.free_blocks(rank) for rank in capacity} == {r: tuple(f) for r, f in plain.free.items()}
+        if owner is not None:
+            held.append(seq)

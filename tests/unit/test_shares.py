@@ -9,12 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastdecode_hpc.config import ConfigError, RunConfig
-from fastdecode_hpc.schedule.shares import MEASURED, PROFILE, TOLD, Shares
-from fastdecode_hpc.schedule.speeds import MIN_STEPS, LinkSpeeds, WorkerSpeeds, link_s
+from fastdecode_hpc.schedule.shares import EVERY, MEASURED, PROFILE, TOLD, Shares
+from fastdecode_hpc.schedule.speeds import (
+    MEMORY,
+    MIN_SECONDS,
+    MIN_STEPS,
+    LinkSpeeds,
+    WorkerSpeeds,
+    _shares_of_turn,
+    link_s,
+)
 from fastdecode_hpc.schedule.worker_costs import WorkerCost, deal_rows, ideal_shares, told_costs
 from fastdecode_hpc.timing import RankTimes, StepTimes
 from fastdecode_hpc.transport.base import StepReport
-from fastdecode_hpc.transport.link_times import CLOCK_DRIFT, clock_doubt, link_times
+from fastdecode_hpc.transport.clocks import CLOCK_DRIFT, Clocks
+from fastdecode_hpc.transport.link_times import link_times
 
 NUM_LAYERS, BACK = 4, 0.5
 costs_of_one = st.builds(WorkerCost, st.floats(1e-6, 1e-4), st.floats(0, 1e-3), st.floats(0, 1e-2))
@@ -109,70 +118,165 @@ def report(delay: float) -> StepReport:
     return StepReport(0.0, 0.0, 0.0, 0, False, times - 0.5, times + delay, times + delay + 0.1, times - 0.6)
 
 
+CLEAR: list[set[int]] = [set()] * 3  # of each layer: no prompt K/V under way
+
+
+def test_layers_whose_rows_shared_the_link_with_prompt_kv_are_left_out() -> None:
+    reports, posted = {1: report(1e-3), 2: report(20e-3)}, np.arange(1.0, 4.0)
+    reports[2].t_arrived[:2] += 0.1
+    latencies = doubts = dict.fromkeys(reports, 1e-5)
+    assert link_times(posted, reports, CLEAR, latencies, doubts)[2] == pytest.approx(0.12)
+    found = link_times(posted, reports, [{2}, {2}, set()], latencies, doubts)
+    assert found == pytest.approx({1: 1e-3, 2: 20e-3})
+    assert link_times(posted, reports, [{1, 2}, {1, 2}, {1}], latencies, doubts) == pytest.approx({2: 20e-3})
+
+
 def test_links_are_told_as_far_as_clocks_can_tell() -> None:
     reports, posted = {1: report(1e-3), 2: report(20e-3)}, np.arange(1.0, 4.0)
     latencies = dict.fromkeys(reports, 1e-5)
-    assert link_times(posted, reports, latencies, {1: 1e-5, 2: 1e-5}) == pytest.approx({1: 1e-3, 2: 20e-3})
+    assert link_times(posted, reports, CLEAR, latencies, {1: 1e-5, 2: 1e-5}) == pytest.approx({1: 1e-3, 2: 20e-3})
     # A fifth of the longest is 4 ms: the clock of rank 1 can't say any more.
-    assert link_times(posted, reports, latencies, {1: 5e-3, 2: 1e-5}) == pytest.approx({2: 20e-3})
-    assert link_times(posted, {}, {}, {}) == {}
+    assert link_times(posted, reports, CLEAR, latencies, {1: 5e-3, 2: 1e-5}) == pytest.approx({2: 20e-3})
+    assert link_times(posted, {}, CLEAR, {}, {}) == {}
 
 
 def test_clocks_of_one_host_stay_as_they_are_and_others_drift() -> None:
-    assert clock_doubt(3e-6, 20e-6, 3600.0) == 20e-6
-    assert clock_doubt(5000.0, 20e-6, 100.0) == pytest.approx(20e-6 + 100 * CLOCK_DRIFT)
+    clocks = Clocks([(0.0, 0.0), (3e-6, 20e-6), (5000.0, 20e-6)], 100.0)
+    assert [clocks.drifts(rank) for rank in range(3)] == [False, False, True]
+    assert clocks.doubt(1, 3700.0) == 20e-6
+    assert clocks.doubt(2, 200.0) == pytest.approx(20e-6 + 100 * CLOCK_DRIFT)
+
+
+@given(st.floats(-CLOCK_DRIFT, CLOCK_DRIFT), st.floats(10, 1e6), st.integers(0, 1000))
+@settings(max_examples=20, deadline=None)
+def test_clocks_that_drift_for_hours_stay_within_their_doubt(drift: float, offset: float, seed: int) -> None:
+    """A question a minute; one in ten is answered at once, the others wait for up to 20 ms, each way."""
+    random, away = np.random.default_rng(seed), lambda now: offset + drift * now
+    clocks = Clocks([(0.0, 0.0), (away(0.0) + 1e-4, 2e-4)], 0.0)
+    for minute in range(1, 12 * 60):
+        now = 60.0 * minute
+        there, back = (20e-6 + 20e-3 * random.uniform() * (random.uniform() > 0.1) for _ in range(2))
+        clocks.take(1, away(now) + (there - back) / 2, (there + back) / 2, now)
+        assert abs(clocks.offsets_s[1] - away(now)) <= clocks.doubt(1, now) + 1e-8
+    assert clocks.doubt(1, now) < 50e-3  # after 12 hours; without new questions more than 2 s
+    assert clocks.latencies_s[1] <= 2e-4
+
+
+def test_a_link_that_is_well_again_gets_its_share_back() -> None:
+    """However long it was slow, where its times go on to be seen."""
+    shares = make_shares()
+    for slow, least, most in ((5e-4, 0.0, 0.15), (1e-4, 0.32, 0.34)):
+        for _ in range(4000):
+            rows = [max(1, round(share * 60)) for share in shares.ideal().values()]
+            links = (1e-4, 1e-4, slow)
+            shares.observe(step(*((10 * n, n, 1e-5 * n, n * row_s) for n, row_s in zip(rows, links, strict=True))))
+        assert least <= shares.ideal()[3] <= most
 
 
 # ---- speeds
 
 
 def test_speeds_need_enough_of_every_worker_and_outlast_steps_without_rows() -> None:
-    speeds = WorkerSpeeds([1, 2])
+    speeds = WorkerSpeeds(2)
     for _ in range(10):
-        speeds.add(1, 1000, 0.1)
-    assert speeds.token_s() == {}
+        speeds.add(np.array([[1000.0, 0.0]]), np.array([[0.1, 0.0]]))
+    assert speeds.token_s() == []
     for _ in range(10):
-        speeds.add(2, 1000, 0.2)
+        speeds.add(np.array([[0.0, 1000.0]]), np.array([[0.0, 0.2]]))
     before = speeds.token_s()
-    assert before == pytest.approx({1: 1e-4, 2: 2e-4})
+    assert before == pytest.approx([1e-4, 2e-4])
     for _ in range(5000):  # one without rows for long is not forgotten: its share would come and go
-        speeds.add(1, 1000, 0.1)
-        speeds.add(2, 0, 1e-6)
-    assert speeds.token_s()[2] == pytest.approx(before[2])
+        speeds.add(np.array([[1000.0, 0.0]]), np.array([[0.1, 1e-6]]))
+    assert speeds.token_s()[1] == pytest.approx(before[1])
+
+
+def add_link(links: LinkSpeeds, rows: list[float], seconds: list[float]) -> None:
+    links.add(np.array([rows], float), np.array([seconds]))
 
 
 @given(st.floats(0, 1e-3), st.floats(1e-6, 1e-3), st.integers(10, 100))
 @settings(max_examples=40)
 def test_latency_and_rate_are_told_apart_where_rows_differ(latency: float, row_s: float, rows: int) -> None:
-    links = LinkSpeeds([1], {})
+    links = LinkSpeeds([0.0])
     for step in range(2 * MIN_STEPS):
         count = rows if step % 2 else 3 * rows
-        links.add(1, count, latency + count * row_s)
-    assert links.known()[1] == pytest.approx((latency, row_s), rel=1e-3, abs=1e-8)
+        add_link(links, [count], [latency + count * row_s])
+    assert links.known()[0] == pytest.approx((latency, row_s), rel=1e-3, abs=1e-8)
 
 
 def test_without_differing_rows_the_latency_is_the_one_that_is_known() -> None:
-    links = LinkSpeeds([1, 2], {1: 1e-3})
+    links = LinkSpeeds([1e-3, 0.0])
     for _ in range(MIN_STEPS):
-        links.add(1, 10, 3e-3)
-    assert links.known() == {1: pytest.approx((1e-3, 2e-4))}  # nothing was seen of the other
+        add_link(links, [10, 10], [3e-3, math.nan])
+    assert links.known() == {0: pytest.approx((1e-3, 2e-4))}  # nothing was seen of the other
 
 
 def test_a_late_link_that_is_not_slow_keeps_its_rows() -> None:
     """Its messages take 5 ms whatever is in them; the fewer rows it got, the slower it would look by the row."""
-    links, rows = LinkSpeeds([1, 2], {}), {1: 20.0, 2: 20.0}
+    links, rows, latencies = LinkSpeeds([0.0, 0.0]), [20.0, 20.0], (0.0, 5e-3)
     for _ in range(3000):
-        for rank, latency in ((1, 0.0), (2, 5e-3)):
-            if rows[rank]:
-                links.add(rank, rows[rank], latency + rows[rank] * 1e-4)
+        add_link(links, rows, [late + count * 1e-4 for late, count in zip(latencies, rows, strict=True)])
         known = links.known()
         if len(known) == 2:
-            costs = {rank: WorkerCost(1e-6, row_s, late) for rank, (late, row_s) in known.items()}
+            costs = {place: WorkerCost(1e-6, row_s, late) for place, (late, row_s) in known.items()}
             wanted = ideal_shares(costs, 120, 100)
             # Sequences end slowly.
-            rows = {rank: rows[rank] + 0.02 * (120 * wanted[rank] - rows[rank]) for rank in rows}
+            rows = [count + 0.02 * (120 * wanted[place] - count) for place, count in enumerate(rows)]
     late = (120 * 2e-4 - 5e-3) / 2 / 2e-4 / 120  # where 5 ms + rows * 0.2 ms equal the other's rows * 0.2 ms
-    assert rows[2] / 120 == pytest.approx(late, abs=0.06)
+    assert rows[1] / 120 == pytest.approx(late, abs=0.06)
+
+
+def plain_mean(figures: list[float]) -> float:
+    total = 0.0
+    for figure in figures:
+        total = total * MEMORY + figure
+    return total
+
+
+figures_of_one = st.tuples(st.integers(0, 50), st.one_of(st.just(math.nan), st.floats(1e-6, 1.0)))
+
+
+@given(st.lists(st.tuples(figures_of_one, figures_of_one), min_size=MIN_STEPS, max_size=80), st.data())
+@settings(max_examples=60, deadline=None)
+def test_steps_taken_together_tell_what_they_tell_one_by_one(steps, data) -> None:
+    """Of attention and of links, whatever was seen in each step, however the steps are bundled."""
+    rows, seconds = np.moveaxis(np.array(steps, float), 2, 0)
+    speeds, links, start = WorkerSpeeds(2), LinkSpeeds([0.0, 0.0]), 0
+    while start < len(steps):
+        stop = start + data.draw(st.integers(1, 40))
+        speeds.add(rows[start:stop], np.nan_to_num(seconds[start:stop], nan=0.25))
+        links.add(rows[start:stop], seconds[start:stop])
+        start = stop
+    worked = [[(n, 0.25 if math.isnan(t) else t) for n, t in (step[place] for step in steps) if n] for place in (0, 1)]
+    means = [
+        (plain_mean([t for _, t in own]), plain_mean([n for n, _ in own]), sum(t for _, t in own)) for own in worked
+    ]
+    wanted = [t / n for t, n, _ in means] if min(total for *_, total in means) >= MIN_SECONDS else []
+    assert speeds.token_s() == pytest.approx(wanted)
+    known = links.known()
+    for place in (0, 1):
+        own = [(n, t) for n, t in (step[place] for step in steps) if n and not math.isnan(t)]
+        assert (place in known) == (len(own) >= MIN_STEPS)
+        if place in known:
+            weight, mean = plain_mean([1.0] * len(own)), plain_mean([t for _, t in own])
+            late, row_s = known[place]
+            assert late + row_s * plain_mean([n for n, _ in own]) / weight == pytest.approx(mean / weight)
+            assert late >= 0 and row_s >= 0
+
+
+def plain_ratio(rows: list[float], seconds: list[float]) -> float:
+    seen = [(n, sum(rows[:place]), t) for place, (n, t) in enumerate(zip(rows, seconds, strict=True)) if n and t == t]
+    row_s = min((t / n for n, _, t in seen), default=0.0)
+    ratios = sorted(t / (row_s * (before + n)) for n, before, t in seen if before)
+    return ratios[(len(ratios) - 1) // 2] if ratios and len(seen) > 1 else math.inf
+
+
+@given(st.lists(st.tuples(figures_of_one, figures_of_one, figures_of_one), min_size=1, max_size=20))
+@settings(max_examples=60, deadline=None)
+def test_how_messages_take_turns_is_told_of_all_steps_at_once(steps) -> None:
+    rows, seconds = np.moveaxis(np.array(steps, float), 2, 0)
+    wanted = [plain_ratio(n, t) for n, t in zip(rows.tolist(), seconds.tolist(), strict=True)]
+    assert _shares_of_turn(rows, seconds).tolist() == pytest.approx(wanted)
 
 
 # ---- shares
@@ -322,3 +426,25 @@ def test_what_was_told_is_not_measured(text: str) -> None:
     assert shares.costs == before
     assert (shares.source == TOLD) == (text != "equal")
     assert "(" not in shares.describe()
+
+
+def test_what_was_observed_last_counts_when_shares_are_asked_for() -> None:
+    """Also in a run that ends between two looks at what steps told."""
+    shares = make_shares()
+    for _ in range(EVERY + 5):
+        shares.observe(step((1000, 10, 0.1, math.nan), (1000, 10, 0.1, math.nan), (1000, 10, 0.1, math.nan)))
+    before = shares.costs
+    assert len({round(cost.token_s, 9) for cost in before.values()}) == 1
+    for _ in range(5):
+        shares.observe(step((1000, 10, 0.1, math.nan), (1000, 10, 0.1, math.nan), (1000, 10, 9.0, math.nan)))
+    assert shares.costs is before
+    assert shares.ideal()[3] < 0.2 and shares.costs is not before
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 4, 8, 16])
+def test_the_first_steps_count_soon(num_steps: int) -> None:
+    """Those of a large batch take a second each, and sequences start all the while."""
+    shares = make_shares()
+    for _ in range(num_steps):
+        shares.observe(step((1000, 10, 1.0, math.nan), (1000, 10, 1.0, math.nan), (1000, 10, 2.0, math.nan)))
+    assert shares.costs[3].token_s == pytest.approx(2 * shares.costs[1].token_s)

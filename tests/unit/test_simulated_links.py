@@ -125,6 +125,24 @@ def test_every_sequence_runs_to_its_end_whatever_the_links(rates, num_slots: int
     assert result.output_tokens == sum(entry.output_len for entry in lengths)
 
 
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_prompt_kv_on_its_way_is_no_slow_link(num_slots: int) -> None:
+    """What is seen is what q, k, v take by themselves, though far more bytes of prompts pass the link."""
+    config = RunConfig(max_batch_size=BATCH, r_worker_weights="auto", num_slots=num_slots)
+    simulation = Simulation(make_profile(FAST, FAST, FAST / 5), MODEL, config, num_workers=3, knows_profile=False)
+    steps = simulation.run([Lengths(400, 32 + index % 7) for index in range(3 * BATCH)]).steps
+    rates = {1: FAST, 2: FAST, 3: FAST / 5}
+    seen = [
+        (one.t_link, 2 * 3 * 64 * one.num_rows / rates[rank], step.prefill_tokens)
+        for step in steps
+        for rank, one in step.ranks.items()
+        if one.t_link == one.t_link
+    ]
+    assert sum(tokens > 0 for *_, tokens in seen) > 50
+    for found, wanted, _ in seen:
+        assert found == pytest.approx(wanted, rel=1e-6)
+
+
 # ---- where it is shown
 
 

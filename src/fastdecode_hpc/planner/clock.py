@@ -83,19 +83,20 @@ class PipelineClock:
         """The S-worker is busy."""
         self.s_free += seconds
 
-    def store(self, worker: int, num_bytes: float, seconds: float) -> None:
-        """K and V of prompts leave now for an R-worker, which puts them away in `seconds`."""
+    def store(self, worker: int, num_bytes: float, seconds: float) -> float:
+        """K and V of prompts leave now for an R-worker, which puts them away in `seconds`; when they are there."""
         own = float(self._latency[worker]) + num_bytes * float(self._link_s[worker])
         if self.is_blocking:
             self._exchange(max(own, num_bytes * self._shared_s))
             self.r_free[worker] += seconds
-            return
+            return self.s_free
         self._pass_returned(self.s_free)
         shared = max(pipe.send(self.s_free, num_bytes) for pipe in (self._out, self._switch))
         start = max(self.s_free, float(self._link_free[worker]))
         self._link_free[worker] = start + num_bytes * float(self._link_s[worker])
         arrived = max(start + own, shared + float(self._latency[worker]))
         self.r_free[worker] = max(float(self.r_free[worker]), arrived) + seconds
+        return arrived
 
     def post(self, slot: int, qkv_bytes: Floats, r_part: Floats, out_bytes: Floats) -> Floats:
         """The S-worker sends q, k, v; R-workers attend and send their output.

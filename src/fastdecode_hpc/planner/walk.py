@@ -39,7 +39,7 @@ class Walk:
         self.costs, self.clock = costs, clock
         self.num_layers = costs.model.num_layers
         self._slots = [_Slot() for _ in range(num_slots)]
-        self._arrived = np.zeros(clock.num_workers)  # when the last q, k, v were at each worker
+        self._arrived = np.zeros(clock.num_workers)  # when the last message was at each worker
 
     def end_step(self, stage: Stage) -> StepTimes | None:
         """End the slot's step before: its last output, logits, sampling; what the step took."""
@@ -99,7 +99,7 @@ class Walk:
             tokens[piece.seq.owner] = tokens.get(piece.seq.owner, 0) + piece.num_tokens
         for owner, count in tokens.items():
             num_bytes = self.costs.kv_bytes(count)
-            self.clock.store(owner - 1, num_bytes, self.costs.store_s(owner - 1, num_bytes))
+            self._arrived[owner - 1] = self.clock.store(owner - 1, num_bytes, self.costs.store_s(owner - 1, num_bytes))
 
     def _links(self, state: _Slot) -> Floats:
         """What could be seen of each worker's link in the step; see `link_s`."""

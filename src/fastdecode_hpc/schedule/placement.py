@@ -7,18 +7,18 @@ owners, R-workers do not.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 
-from fastdecode_hpc.schedule.forecast import LoadForecast, RowForecast
+import numpy as np
+
+from fastdecode_hpc.schedule.forecast import OwnersForecast
 from fastdecode_hpc.schedule.kv_layout import KVLayout
-from fastdecode_hpc.schedule.worker_costs import WorkerCost
+from fastdecode_hpc.schedule.worker_costs import Floats, Ints, WorkerCost
 from fastdecode_hpc.sequence import Sequence
 
 RETRY_STEPS = 10_000  # without a sequence
 _EQUAL = WorkerCost()
 
 
-@dataclass(slots=True)
 class Placement:
     """Owners of sequences, and the blocks each R-worker has promised to them.
 
@@ -29,37 +29,50 @@ class Placement:
         Blocks of each layer group that each R-worker holds. Rank 0 stands for a partition in the
         S-worker's own process.
     costs : mapping of rank to WorkerCost, optional
-        What each R-worker takes for tokens and rows; all the same by default, tokens alone. May be changed while
-        sequences run; it counts for those to come.
+        What each R-worker takes for tokens and rows; all the same by default, tokens alone. Others may be set while
+        sequences run; they count for those to come.
 
     Notes
     -----
     A sequence is admitted with its worst case (longest prompt plus output), so what has been admitted
-    always finishes: nothing is evicted and nothing waits for blocks in mid-flight.
+    always finishes: nothing is evicted and nothing waits for blocks in mid-flight. All R-workers are compared at
+    once, in arrays with a place for each in the order of ranks: there may be hundreds, and each sequence is placed.
     """
 
-    layout: KVLayout
-    capacity: Mapping[int, tuple[int, ...]]
-    costs: Mapping[int, WorkerCost] = field(default_factory=dict)
-    _free: dict[int, list[int]] = field(init=False)
-    _forecasts: dict[int, LoadForecast] = field(init=False)
-    _rows: dict[int, RowForecast] = field(init=False)
-    _used: dict[int, int] = field(init=False)  # last step at which each got or gave back a sequence
-
-    def __post_init__(self) -> None:
-        self._free = {rank: list(blocks) for rank, blocks in self.capacity.items()}
-        self._forecasts = {rank: LoadForecast(self.layout) for rank in self.capacity}
-        self._rows = {rank: RowForecast(self.layout) for rank in self.capacity}
-        self._used = dict.fromkeys(self.capacity, 0)
+    def __init__(
+        self,
+        layout: KVLayout,
+        capacity: Mapping[int, tuple[int, ...]],
+        costs: Mapping[int, WorkerCost] | None = None,
+    ) -> None:
+        self.layout, self.capacity = layout, capacity
+        self._num_layers = layout.num_layers
+        self.owners = tuple(sorted(capacity))
+        self._index = {rank: index for index, rank in enumerate(self.owners)}
+        self._free = np.array([capacity[rank] for rank in self.owners], np.int64)  # [num_owners, num_groups]
+        self._used = np.zeros(len(self.owners), np.int64)  # last step at which each got or gave back a sequence
+        self._forecast = OwnersForecast(layout, len(self.owners))
+        self.costs = costs or {}
 
     @property
-    def owners(self) -> tuple[int, ...]:
-        return tuple(sorted(self.capacity))
+    def costs(self) -> Mapping[int, WorkerCost]:
+        """What each R-worker takes; ones that are set are not changed afterwards."""
+        return self._costs
+
+    @costs.setter
+    def costs(self, costs: Mapping[int, WorkerCost]) -> None:
+        if costs is getattr(self, "_costs", None):  # as after most steps
+            return
+        self._costs = costs
+        each = [costs.get(rank, _EQUAL) for rank in self.owners]
+        self._token_s = np.array([cost.token_s for cost in each])
+        self._link_s = np.array([(cost.row_s, cost.step_s) for cost in each]).T
+        self._links_cost = bool(self._link_s.any())
 
     def fits_ever(self, num_tokens: int) -> bool:
         """Whether some R-worker could hold `num_tokens` tokens if it were empty."""
         need = self.layout.worst_case(num_tokens)
-        return any(_covers(blocks, need) for blocks in self.capacity.values())
+        return any(all(a >= b for a, b in zip(blocks, need, strict=True)) for blocks in self.capacity.values())
 
     def place(self, seq: Sequence, step: int) -> int | None:
         """Reserve the worst case of a sequence, which starts at about `step`.
@@ -71,49 +84,54 @@ class Placement:
             shortest time while the sequence runs. None while no R-worker has room. One whose link kept all sequences
             from it for `RETRY_STEPS` gets one: else nobody would see that the link is well again.
         """
-        need = self.layout.worst_case(seq.max_context_len)
-        room = [rank for rank in self.owners if _covers(self._free[rank], need)]
-        if not room:
+        need = np.array(self.layout.worst_case(seq.max_context_len))
+        short = self._free < need
+        full = short.any(axis=1) if short.any() else None
+        if full is not None and full.all():
             return None
-        own = self._forecasts[room[0]].loads_of(seq)
-        mine, num_steps = int(own.sum()), len(own)
-        idle = [
-            rank for rank in room if step - self._used[rank] >= RETRY_STEPS and not self._rows[rank].expected(step, 1)
-        ]
-        owner = min(idle or room, key=lambda rank: (self._busy(rank, step, num_steps, mine), rank))
-        self._used[owner] = step
-        self._take(owner, need)
-        self._forecasts[owner].add(seq, step)
-        self._rows[owner].add(seq, step)
-        seq.owner = owner
-        return owner
+        own = self._forecast.sums_of(seq)
+        busy = self._busy(step, own)
+        if full is not None:
+            busy[full] = np.inf
+        if step >= RETRY_STEPS:
+            self._prefer_idle(busy, step)
+        index = int(busy.argmin())
+        self._used[index] = step
+        self._free[index] -= need
+        self._forecast.add(index, seq, step, own)
+        seq.owner = self.owners[index]
+        return seq.owner
 
     def release(self, seq: Sequence, step: int) -> None:
         """Give the reservation of a sequence back that ended before `step`."""
-        self._used[seq.owner] = step
-        self._take(seq.owner, tuple(-n for n in self.layout.worst_case(seq.max_context_len)))
-        self._forecasts[seq.owner].remove(seq, step)
-        self._rows[seq.owner].remove(seq, step)
+        index = self._index[seq.owner]
+        self._used[index] = step
+        self._free[index] += self.layout.worst_case(seq.max_context_len)
+        self._forecast.remove(index, seq, step)
 
     def free_blocks(self, rank: int) -> tuple[int, ...]:
         """Blocks of each group not promised to anybody."""
-        return tuple(self._free[rank])
+        return tuple(self._free[self._index[rank]].tolist())
 
-    def _busy(self, rank: int, step: int, num_steps: int, mine: int) -> float:
-        """What an R-worker takes in `num_steps` steps with one more sequence, of `mine` token-layers; times layers."""
-        cost = self.costs.get(rank, _EQUAL)
-        busy = (self._forecasts[rank].expected(step, num_steps) + mine) * cost.token_s
-        if cost.row_s or cost.step_s:
-            row_layers = self._rows[rank].expected(step, num_steps) + num_steps * self.layout.num_layers
-            busy += row_layers * cost.row_s + num_steps * self.layout.num_layers * cost.step_s
+    def _busy(self, step: int, own: Ints) -> Floats:
+        """What each R-worker takes while a sequence, with `own` of `sums_of`, runs, were it there; times layers."""
+        num_steps = own.shape[1]
+        if not num_steps:
+            return np.zeros(len(self.owners))
+        with_it = self._forecast.expected(step, num_steps) + own[:, -1]
+        busy: Floats = with_it[:, 0] * self._token_s
+        if self._links_cost:
+            row_s, step_s = self._link_s
+            busy += with_it[:, 1] * self._num_layers * row_s + num_steps * self._num_layers * step_s
         return busy
 
-    def _take(self, rank: int, need: Iterable[int]) -> None:
-        self._free[rank] = [free - blocks for free, blocks in zip(self._free[rank], need, strict=True)]
-
-
-def _covers(have: Iterable[int], need: Iterable[int]) -> bool:
-    return all(a >= b for a, b in zip(have, need, strict=True))
+    def _prefer_idle(self, busy: Floats, step: int) -> None:
+        """Let only those be chosen that got nothing for long, if there are such."""
+        idle = (step - self._used >= RETRY_STEPS) & (busy < np.inf)
+        if idle.any():
+            idle &= self._forecast.expected(step, 1)[:, 1] == 0
+            if idle.any():
+                busy[~idle] = np.inf
 
 
 def row_counts(owners: Iterable[int], size: int) -> list[int]:

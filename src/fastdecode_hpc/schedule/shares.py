@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
+from operator import attrgetter
+
+import numpy as np
 
 from fastdecode_hpc.schedule.speeds import LinkSpeeds, Turns, WorkerSpeeds
 from fastdecode_hpc.schedule.worker_costs import WorkerCost, ideal_shares, told_costs
-from fastdecode_hpc.timing import StepTimes
+from fastdecode_hpc.timing import RankTimes, StepTimes
 
 UNLIKE, ALIKE = 1.5, 1.25  # slowest over fastest link, above and below which they count as unlike and as alike
+EVERY = 32  # steps of slots, between two looks at what they told
 TELLS_FROM = 0.05  # difference of a share from an equal one that is worth a word
 MAX_TOLD = 4  # R-workers
 TELL_FACTOR = 1.1  # times the fastest's, from which attention or a link is named as the reason
 
 EQUAL, TOLD, PROFILE, MEASURED = "equal", "told", "profile", "measured"  # where shares come from
+
+_FIGURES = attrgetter("load_tokens", "num_rows", "t_r_part", "t_link")
 
 
 class Shares:
@@ -64,34 +69,48 @@ class Shares:
         self._owners, self._measures = owners, text == "auto"
         self._num_layers, self._back_ratio = num_layers, back_ratio
         self._start = dict(start or {}) if self._measures else {}
-        self._speeds, self._links = WorkerSpeeds(owners), LinkSpeeds(owners, latencies or {})
+        self._speeds = WorkerSpeeds(len(owners))
+        self._links = LinkSpeeds([(latencies or {}).get(rank, 0.0) for rank in owners])
         self._turns = Turns()
         self._are_unlike = False
         self._expected = num_rows, context_len
         self._rows = self._tokens = self._steps = 0.0  # so far, of all R-workers together
+        self._num_observed = 0
+        self._waiting: list[Mapping[int, RankTimes]] = []  # of steps that were observed and do not count yet
         if self.costs:
             self.source = TOLD
         elif self._start:
             self._update()
 
     def observe(self, times: StepTimes) -> None:
-        """Take what a step of a slot tells."""
-        for of_rank in times.ranks.values():
-            self._tokens += of_rank.load_tokens
-            self._rows += of_rank.num_rows
-        self._steps += bool(times.num_rows)
-        if self._measures:
-            self._measure(times)
-            self._update()
+        """Take what a step of a slot tells.
 
-    def _measure(self, times: StepTimes) -> None:
-        for rank, of_rank in times.ranks.items():
-            self._speeds.add(rank, of_rank.load_tokens, of_rank.t_r_part)
-        seen = {rank: (one.num_rows, one.t_link) for rank, one in times.ranks.items()}
-        for links in self._turns.take(seen):
-            for rank, (num_rows, seconds) in links.items():
-                if num_rows and math.isfinite(seconds):
-                    self._links.add(rank, num_rows, seconds)
+        It counts after 1, 2, 4, ... steps, then after every `EVERY`: costs change slowly, and there may be hundreds of
+        R-workers.
+        """
+        self._num_observed += 1
+        self._steps += bool(times.num_rows)
+        if times.ranks:
+            self._waiting.append(times.ranks)
+        if self._num_observed % EVERY == 0 or self._num_observed & (self._num_observed - 1) == 0:
+            self.update()
+
+    def update(self) -> None:
+        """Take in what was observed and did not count yet."""
+        if not self._waiting:
+            return
+        figures = np.array(
+            [[_FIGURES(ranks[rank]) for rank in self._owners] for ranks in self._waiting], np.float64
+        )  # [num_steps, num_workers, 4]
+        self._waiting.clear()
+        tokens, rows, t_r_part, t_link = np.moveaxis(figures, 2, 0)
+        self._tokens += float(tokens.sum())
+        self._rows += float(rows.sum())
+        if self._measures:
+            self._speeds.add(tokens, t_r_part)
+            for turns in self._turns.take(rows, t_link):
+                self._links.add(*turns)
+            self._update()
 
     @property
     def has_seconds(self) -> bool:
@@ -100,6 +119,7 @@ class Shares:
 
     def ideal(self) -> dict[int, float]:
         """Shares to which the costs lead, for mini-batches as they were so far on average; they add up to 1."""
+        self.update()
         costs = self.costs or dict.fromkeys(self._owners, WorkerCost())
         context_len = self._tokens / self._rows if self._rows else self._expected[1]
         return ideal_shares(costs, self._mean_rows() * len(costs), max(1.0, context_len))
@@ -131,7 +151,11 @@ class Shares:
     def _update(self) -> None:
         own, links = self._speeds.token_s(), self._links_known()
         measured = bool(own)
-        token_s = own or {rank: cost.token_s for rank, cost in self._start.items()}
+        token_s = (
+            dict(zip(self._owners, own, strict=True))
+            if own
+            else {rank: cost.token_s for rank, cost in self._start.items()}
+        )
         if links and self._differ(links):
             measured |= links is not self._start
             token_s = token_s or dict.fromkeys(self._owners, self._speeds.mean_token_s())
@@ -147,8 +171,8 @@ class Shares:
             return self._start
         both_ways = 1 + self._back_ratio
         costs = {
-            rank: WorkerCost(0.0, self._num_layers * both_ways * row_s, self._num_layers * 2 * latency)
-            for rank, (latency, row_s) in seen.items()
+            self._owners[place]: WorkerCost(0.0, self._num_layers * both_ways * row_s, self._num_layers * 2 * latency)
+            for place, (latency, row_s) in seen.items()
         }
         rows = self._mean_rows()
         fastest = min(costs.values(), key=lambda cost: cost.link_s(rows))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
-Links = Mapping[int, tuple[int, float]]  # by R-worker, rows and seconds that they took; NaN: not seen
 
 MEMORY = 0.998  # of a step's figures, what is left of them a step later
 MIN_SECONDS = 0.5  # of attention on every R-worker, before figures of one of them count
@@ -25,8 +24,9 @@ def link_s(posted: Floats, asked: Floats, arrived: Floats, before: Floats, laten
     Parameters
     ----------
     posted, asked, arrived, before : float arrays
-        ``[num_layers, ...]``: when they were sent, when the worker was free to take them, when they were there, and
-        when the q, k, v before them, of whichever slot, had been there. All on one clock.
+        ``[num_layers, ...]``: when they were sent (NaN: not to be counted), when the worker was free to take them, when
+        they were there, and when the message before them, of whichever slot or with prompt K/V, had been there. All on
+        one clock.
     latency : float or float array
         Of a short message.
 
@@ -56,30 +56,32 @@ class WorkerSpeeds:
 
     Parameters
     ----------
-    ranks : iterable of int
+    num_workers : int
     """
 
-    def __init__(self, ranks: Iterable[int]) -> None:
-        self._tokens = dict.fromkeys(ranks, 0.0)
-        self._seconds = dict.fromkeys(self._tokens, 0.0)
-        self._seen = dict.fromkeys(self._tokens, 0.0)  # seconds of the whole run: what is known stays known
+    def __init__(self, num_workers: int) -> None:
+        self._tokens, self._seconds, self._seen = np.zeros((3, num_workers))  # seen: of the whole run; stays known
 
-    def add(self, rank: int, load_tokens: float, t_r_part: float) -> None:
-        """One step of one R-worker: what it read in how many seconds. One that read nothing keeps its figures."""
-        if load_tokens:
-            self._tokens[rank] = self._tokens[rank] * MEMORY + load_tokens
-            self._seconds[rank] = self._seconds[rank] * MEMORY + t_r_part
-            self._seen[rank] += t_r_part
+    def add(self, load_tokens: Floats, t_r_part: Floats) -> None:
+        """What R-workers read in some steps, in how many seconds; ``[num_steps, num_workers]`` each.
 
-    def token_s(self) -> dict[int, float]:
+        One that read nothing in a step keeps its figures.
+        """
+        kept, weights = _weights(load_tokens > 0)
+        self._tokens = self._tokens * kept + (weights * load_tokens).sum(axis=0)
+        self._seconds = self._seconds * kept + (weights * t_r_part).sum(axis=0)
+        self._seen += np.where(load_tokens > 0, t_r_part, 0.0).sum(axis=0)
+
+    def token_s(self) -> list[float]:
         """Of each R-worker; empty until there is enough of all of them to go by."""
-        if min(self._seen.values()) < MIN_SECONDS or not min(self._tokens.values()):
-            return {}
-        return {rank: self._seconds[rank] / self._tokens[rank] for rank in self._tokens}
+        if self._seen.min() < MIN_SECONDS or not self._tokens.min():
+            return []
+        found: list[float] = (self._seconds / self._tokens).tolist()
+        return found
 
     def mean_token_s(self) -> float:
         """Of all of them together, whatever there is; 0 before anything was read."""
-        return sum(self._seconds.values()) / max(sum(self._tokens.values()), 1.0)
+        return float(self._seconds.sum() / max(self._tokens.sum(), 1.0))
 
 
 class Turns:
@@ -98,105 +100,134 @@ class Turns:
     def __init__(self) -> None:
         self._in_turn: bool | None = None  # None: not known yet
         self._ratios: list[float] = []
-        self._kept: list[Links] = []  # until it is known
+        self._kept: list[tuple[Floats, Floats]] = []  # until it is known
 
-    def take(self, links: Links) -> list[Links]:
-        """What can be told now of this step, or of all steps so far, each link's own time in place of the one seen.
+    def take(self, rows: Floats, seconds: Floats) -> list[tuple[Floats, Floats]]:
+        """What can be told now of these steps, and of those before, each link's own time in place of the one seen.
 
         Parameters
         ----------
-        links : mapping of int to (int, float)
-            Of a step: rows of each R-worker, and seconds to it or NaN.
+        rows, seconds : float arrays
+            ``[num_steps, num_workers]``: rows of each R-worker, in the order of ranks, and seconds to it or NaN.
+
+        Returns
+        -------
+        list of (rows, seconds)
+            As were given.
         """
-        if self._in_turn is not None:
-            return [self._own(links)]
-        ratio = _share_of_turn(links)
-        if ratio is not None:
-            self._kept.append(links)
-            self._ratios.append(ratio)
-        if len(self._ratios) < MIN_STEPS:
-            return []
-        low, high = IN_TURN
-        self._in_turn = low < float(np.median(self._ratios)) < high
-        kept, self._kept = self._kept, []
-        return [self._own(one) for one in kept]
+        if self._in_turn is None:
+            ratios = _shares_of_turn(rows, seconds)
+            tells = np.isfinite(ratios)
+            self._kept.append((rows[tells], seconds[tells]))
+            self._ratios += ratios[tells].tolist()
+            if len(self._ratios) < MIN_STEPS:
+                return []
+            low, high = IN_TURN
+            self._in_turn = low < float(np.median(self._ratios)) < high
+            kept, self._kept = self._kept, []
+            return [(rows, self._own(rows, seconds)) for rows, seconds in kept]
+        return [(rows, self._own(rows, seconds))]
 
-    def _own(self, links: Links) -> Links:
-        seen = _seen_in_order(links)
-        if not self._in_turn or len(seen) < 2:
-            return links
-        row_s = min(seconds / rows for _, rows, _, seconds in seen)
-        own = {rank: (rows, max(seconds - row_s * before, row_s * rows)) for rank, rows, before, seconds in seen}
-        return {rank: own.get(rank, one) for rank, one in links.items()}
-
-
-def _seen_in_order(links: Links) -> list[tuple[int, int, int, float]]:
-    """Rank, rows, rows of lower ranks and seconds, of those that were seen."""
-    found, before = [], 0
-    for rank, (rows, seconds) in sorted(links.items()):
-        if rows and np.isfinite(seconds):
-            found.append((rank, rows, before, seconds))
-        before += rows
-    return found
+    def _own(self, rows: Floats, seconds: Floats) -> Floats:
+        if not self._in_turn:
+            return seconds
+        before, row_s = _before(rows), _row_s(rows, seconds)
+        own = np.maximum(seconds - row_s * before, row_s * rows)
+        several = (np.isfinite(seconds) & (rows > 0)).sum(axis=1, keepdims=True) >= 2
+        return np.where(several, own, seconds)
 
 
-def _share_of_turn(links: Links) -> float | None:
-    """Seconds over what they were if messages left in turn, as fast as the fastest; the lower median of R-workers."""
-    seen = _seen_in_order(links)
-    row_s = min((seconds / rows for _, rows, _, seconds in seen), default=0.0)
-    ratios = sorted(seconds / (row_s * (before + rows)) for _, rows, before, seconds in seen if before and row_s > 0)
-    return ratios[(len(ratios) - 1) // 2] if ratios and len(seen) > 1 else None
+def _before(rows: Floats) -> Floats:
+    """Rows of lower ranks."""
+    return np.cumsum(rows, axis=1) - rows
+
+
+def _row_s(rows: Floats, seconds: Floats) -> Floats:
+    """Seconds a row of the fastest R-worker that was seen in each step: ``[num_steps, 1]``; 0 where none was."""
+    each = np.divide(seconds, rows, out=np.full_like(seconds, np.inf), where=(rows > 0) & np.isfinite(seconds))
+    least = each.min(axis=1, keepdims=True)
+    return np.where(np.isfinite(least), least, 0.0)
+
+
+def _shares_of_turn(rows: Floats, seconds: Floats) -> Floats:
+    """Seconds over what they were if messages left in turn, as fast as the fastest; the lower median of R-workers.
+
+    Returns
+    -------
+    float array
+        ``[num_steps]``; inf where it can't be told: two must have been seen, one of them with rows of others before it.
+    """
+    before, row_s = _before(rows), _row_s(rows, seconds)
+    seen = (rows > 0) & np.isfinite(seconds)
+    waits = seen & (before > 0) & (row_s > 0) & (seen.sum(axis=1, keepdims=True) >= 2)
+    ratios = np.divide(seconds, row_s * (before + rows), out=np.full_like(seconds, np.inf), where=waits)
+    middle = np.maximum(waits.sum(axis=1) - 1, 0) // 2
+    return np.asarray(np.take_along_axis(np.sort(ratios, axis=1), middle[:, np.newaxis], axis=1)[:, 0], np.float64)
 
 
 class LinkSpeeds:
     """Latency of each R-worker's link and seconds a row of q, k, v takes on it, over the last few hundred steps.
 
+    A straight line through rows and seconds, as far as these tell one. As long as the rows hardly change, the latency
+    is what it was found to be before. Else all of a link that is late rather than slow would be put down to its rows:
+    with fewer of them each would seem to cost more, and so on.
+
     Parameters
     ----------
-    ranks : iterable of int
-    latencies : mapping of int to float
-        Of a short message to each, in seconds, as far as known: what no link can be faster than.
+    latencies : sequence of float
+        Of a short message to each, in seconds, 0 where it isn't known: what no link can be faster than.
     """
 
-    def __init__(self, ranks: Iterable[int], latencies: Mapping[int, float]) -> None:
-        self._lines = {rank: _Line(latencies.get(rank, 0.0)) for rank in ranks}
+    def __init__(self, latencies: Sequence[float]) -> None:
+        self._least = np.array(latencies, np.float64)
+        self._latency = self._least.copy()
+        self._count = np.zeros(len(latencies), np.int64)
+        self._sums = np.zeros((5, len(latencies)))  # of weights, rows, seconds, squares of rows, products
 
-    def add(self, rank: int, num_rows: int, t_link: float) -> None:
-        """A step in which so many rows took so long to an R-worker, in each layer."""
-        self._lines[rank].add(num_rows, t_link)
+    def add(self, rows: Floats, t_link: Floats) -> None:
+        """Steps in which so many rows took so long to each R-worker, in each layer; ``[num_steps, num_workers]`` each.
+
+        Where nothing was seen the time is NaN.
+        """
+        seen = (rows > 0) & np.isfinite(t_link)
+        kept, weights = _weights(seen)
+        seconds = np.where(seen, t_link, 0.0)
+        figures = np.stack([np.ones_like(rows), rows, seconds, rows * rows, rows * seconds])
+        self._count += seen.sum(axis=0)
+        self._sums = self._sums * kept + (weights * figures).sum(axis=1)
 
     def known(self) -> dict[int, tuple[float, float]]:
-        """Latency and seconds a row, of the R-workers whose link was seen often enough."""
-        return {rank: line.fit() for rank, line in self._lines.items() if line.count >= MIN_STEPS}
+        """Latency and seconds a row, by place, of the R-workers whose link was seen often enough. Never negative."""
+        places = np.flatnonzero(self._count >= MIN_STEPS)
+        if not len(places):
+            return {}
+        weight, rows, seconds, squares, products = self._sums[:, places]
+        rows, seconds, squares, products = rows / weight, seconds / weight, squares / weight, products / weight
+        variance = squares - rows * rows
+        differ = variance > (SPREAD * rows) ** 2
+        slope = (products - rows * seconds) / np.where(differ, variance, 1.0)
+        most = (seconds - np.minimum(self._least[places], seconds)) / rows
+        fitted = seconds - np.minimum(np.maximum(slope, 0.0), most) * rows
+        self._latency[places] = np.where(differ, fitted, self._latency[places])
+        latency = np.minimum(self._latency[places], seconds)
+        row_s = (seconds - latency) / rows
+        return dict(zip(places.tolist(), zip(latency.tolist(), row_s.tolist(), strict=True), strict=True))
 
 
-class _Line:
-    """A straight line through rows and seconds, as far as these tell one.
+def _weights(counts: npt.NDArray[np.bool_]) -> tuple[Floats, Floats]:
+    """What is left of what was known before, and weights of new figures, where those count that do.
 
-    As long as the rows hardly change, the latency is what it was found to be before. Else all of a link that is late
-    rather than slow would be put down to its rows: with fewer of them each would seem to cost more, and so on.
+    Parameters
+    ----------
+    counts : bool array
+        ``[num_steps, num_workers]``.
+
+    Returns
+    -------
+    kept : float array
+        ``[num_workers]``.
+    weights : float array
+        ``[num_steps, num_workers]``; the last figure of each counts as 1.
     """
-
-    def __init__(self, latency: float) -> None:
-        self.count = 0
-        self._least = self._latency = latency
-        self._weight = self._rows = self._seconds = self._squares = self._products = 0.0
-
-    def add(self, rows: float, seconds: float) -> None:
-        self.count += 1
-        self._weight = self._weight * MEMORY + 1
-        self._rows = self._rows * MEMORY + rows
-        self._seconds = self._seconds * MEMORY + seconds
-        self._squares = self._squares * MEMORY + rows * rows
-        self._products = self._products * MEMORY + rows * seconds
-
-    def fit(self) -> tuple[float, float]:
-        """Latency and seconds a row; neither is negative."""
-        rows, seconds = self._rows / self._weight, self._seconds / self._weight
-        least = min(self._least, seconds)
-        variance = self._squares / self._weight - rows * rows
-        if variance > (SPREAD * rows) ** 2:
-            slope = (self._products / self._weight - rows * seconds) / variance
-            self._latency = seconds - min(max(slope, 0.0), (seconds - least) / rows) * rows
-        latency = min(self._latency, seconds)
-        return latency, (seconds - latency) / rows
+    later = np.cumsum(counts[::-1], axis=0)[::-1]  # this one and those after it
+    return MEMORY ** counts.sum(axis=0), np.where(counts, MEMORY ** (later - 1.0), 0.0)

@@ -113,8 +113,8 @@ class StepReport:
 
     `t_turn` is the part of `t_r_part` that went into the step's work list.
     `t_asked`, `t_arrived` and `t_posted` hold, for each layer, when the worker was free to take its q, k, v, when they
-    had arrived, and when its output was posted; `t_before` when the q, k, v before them, of whichever slot, had
-    arrived. They stay zero where the worker had no rows.
+    had arrived, and when its output was posted; `t_before` when the message before them, q, k, v of whichever slot or
+    prompt K/V, had arrived. They stay zero where the worker had no rows.
     """
 
     t_r_part: float

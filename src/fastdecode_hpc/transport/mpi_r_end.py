@@ -28,6 +28,7 @@ from fastdecode_hpc.transport.base import (
 )
 from fastdecode_hpc.transport.control import no_run
 from fastdecode_hpc.transport.mpi import MPI, S_RANK, World
+from fastdecode_hpc.transport.mpi_clocks import ClockAnswerer
 from fastdecode_hpc.transport.mpi_comms import Comms, WireShape
 from fastdecode_hpc.transport.mpi_progress import Pending, Progress
 from fastdecode_hpc.transport.slow_link import Lane, SlowLink
@@ -70,13 +71,14 @@ class MpiREnd:
         self.progress = progress
         self._world = world
         self._comms = Comms(world, shape)
+        self._clock = ClockAnswerer(self._comms.reports, progress)
         self._slots = [self._make_slot() for _ in range(shape.num_slots)]
         self._expected: deque[list[Segment]] = deque()  # messages listed but not posted
         self._posted: deque[tuple[list[Segment], Rows, Pending]] = deque()
         self._coming: Counter[int] = Counter()  # seq_id |-> segments that have not reached the sink
         self._sink: PrefillSink | None = None
         self._t_sink = 0.0
-        self._t_arrived = 0.0  # of the last rows
+        self._t_arrived = 0.0  # of the last rows, q, k, v or prompt K/V: what comes then was behind them on the link
         self._lanes = None if slow_link is None else (Lane(slow_link), Lane(slow_link))  # in, out
         for slot in range(shape.num_slots):
             self._post_header(slot)
@@ -205,10 +207,15 @@ class MpiREnd:
             self._wait_until_sent(slot)
             for pending in (state.sent, state.report_sent):
                 self.progress.wait(pending, "the last output and report to leave")
+        self._wait_until(self._is_over, "rank 0 to ask no more")
         self.progress.stop()
         self._world.barrier("all ranks to end this run")
         self.describe_with(no_run)
         self._comms.free()
+
+    def _is_over(self) -> bool:
+        self._drain()
+        return self._clock.has_ended
 
     def _wait(self, pending: Pending | None, what: str) -> None:
         """Wait for a message; prompt K/V that arrives meanwhile goes to its sink."""
@@ -248,10 +255,12 @@ class MpiREnd:
         return lambda: self._comms.prefill.Irecv(receive, source=S_RANK)
 
     def _drain(self) -> None:
-        """Hand arrived prompt K/V to the sink, in order, and post the next receives."""
+        """Answer what has been asked; hand arrived prompt K/V to the sink, in order, and post the next receives."""
         assert self._sink is not None, "bind() comes first"
-        while self._posted and self._posted[0][2].t_done is not None:
+        self._clock.poke()
+        while self._posted and (arrived := self._posted[0][2].t_done) is not None:
             segments, rows, _ = self._posted.popleft()
+            self._t_arrived = max(self._t_arrived, arrived)
             self._post_kv()
             started = time.perf_counter()
             self._sink(segments, rows)

@@ -22,9 +22,11 @@ from fastdecode_hpc.transport.base import (
     decode_report,
     report_words,
 )
+from fastdecode_hpc.transport.clocks import Clocks
 from fastdecode_hpc.transport.control import no_run
-from fastdecode_hpc.transport.link_times import clock_doubt, link_times
+from fastdecode_hpc.transport.link_times import link_times
 from fastdecode_hpc.transport.mpi import MPI, S_RANK, World
+from fastdecode_hpc.transport.mpi_clocks import ClockAsker
 from fastdecode_hpc.transport.mpi_comms import Comms, WireShape
 from fastdecode_hpc.transport.mpi_progress import Pending, Progress
 
@@ -53,6 +55,7 @@ class _SSlot:
     awaited: bool = False  # rows are out and not back
     report: Pending | None = None
     t_posted: list[float] = field(default_factory=list)  # of each layer's scatter
+    behind_kv: list[set[int]] = field(default_factory=list)  # ranks to which prompt K/V was leaving then
     t_asked: list[float] = field(default_factory=list)  # when its output was asked for
     t_back: list[float] = field(default_factory=list)  # when that was there
     times: TransportTimes = field(default_factory=TransportTimes)
@@ -78,10 +81,8 @@ class MpiSEnd:
     world : World
     shape : WireShape
     progress : Progress
-    clocks : list of (float, float)
-        Of `World.align_clocks`.
-    aligned_s : float
-        When that was, by `time.perf_counter`.
+    clocks : Clocks
+        Of all ranks; kept aligned while this end is used.
     """
 
     def __init__(
@@ -89,8 +90,7 @@ class MpiSEnd:
         world: World,
         shape: WireShape,
         progress: Progress,
-        clocks: list[tuple[float, float]],
-        aligned_s: float,
+        clocks: Clocks,
     ) -> None:
         self.size = world.size
         self.shape = shape
@@ -98,10 +98,11 @@ class MpiSEnd:
         self._world = world
         self._control = world.control
         self._comms = Comms(world, shape)
-        self._clocks, self._aligned_s = clocks, aligned_s
+        self._clocks, self._asker = clocks, ClockAsker(self._comms.reports, progress, clocks)
         self._slots: dict[int, _SSlot] = {}
         self._kv_sends: deque[_KvSend] = deque()
         self._kv_bytes = 0
+        self._kv_leaving: dict[int, _KvSend] = {}  # rank |-> the last that was given for it, until it has left
 
     def describe_with(self, describe: Callable[[], str]) -> None:
         self._control.describe = describe
@@ -118,11 +119,12 @@ class MpiSEnd:
             self.progress.wait(pending, f"the last plan of slot {slot} to leave")
         messages = [plan.header()] + ([payload] if len(payload := plan.payload()) else [])
         state.plan_sent = [self._post_bcast(comm, message) for message in messages]
+        self._kv_leaving = {rank: kv_send for rank, kv_send in self._kv_leaving.items() if not kv_send.is_done()}
         state.num_rows = plan.num_rows
         state.counts[:] = row_counts(plan.owners.tolist(), self.size)
         state.displs[:] = displacements(state.counts)
         state.owners = _ranks_of(state.counts)
-        state.t_posted, state.t_asked, state.t_back = [], [], []
+        state.t_posted, state.behind_kv, state.t_asked, state.t_back = [], [], [], []
         if plan.kind is not PlanKind.STOP:
             mine, reports = state.reports[S_RANK], state.reports
             state.report = self.progress.post(
@@ -138,6 +140,8 @@ class MpiSEnd:
         state.awaited, state.gather = True, None
 
         def start() -> None:
+            leaving = list(self._kv_leaving.items())  # this may be the progress thread
+            state.behind_kv.append({rank for rank, kv_send in leaving if not kv_send.is_done()})
             state.t_posted.append(time.perf_counter())
             send = [state.qkv, state.counts, state.displs, types.qkv_type]
             state.scatter = self.progress.post(lambda: comm.Iscatterv(send, MPI.IN_PLACE, root=S_RANK), send)
@@ -172,6 +176,7 @@ class MpiSEnd:
         # Receives are matched in order, and deferred posts keep theirs: no other send uses this communicator.
         self.progress.post_when(ready, start)
         self._kv_sends.append(kv_send)
+        self._kv_leaving[owner] = kv_send
         self._kv_bytes += rows.nbytes
         self._retire_kv(MAX_KV_UNDER_WAY)
 
@@ -192,8 +197,9 @@ class MpiSEnd:
         reports = {rank: decode_report(state.reports[rank]) for rank in range(1, self.size)}
         for rank, report in reports.items():
             for times in report.layer_times:
-                times -= self._clocks[rank][0]
+                times -= self._clocks.offsets_s[rank]
         state.times = self._transport_times(state, reports)
+        self._asker.poke()
         return reports
 
     def transport_times(self, slot: int) -> TransportTimes:
@@ -201,7 +207,7 @@ class MpiSEnd:
 
     @property
     def latencies(self) -> dict[int, float]:
-        return {rank: self._clocks[rank][1] for rank in range(1, self.size)}
+        return {rank: self._clocks.latencies_s[rank] for rank in range(1, self.size)}
 
     def layer_times(self, slot: int) -> tuple[list[float], list[float], list[float]]:
         state = self._slots[slot]
@@ -214,13 +220,15 @@ class MpiSEnd:
             return TransportTimes()
         arrived = np.max([report.t_arrived for report in busy.values()], axis=0)
         posted = np.max([report.t_posted for report in busy.values()], axis=0)
-        age = time.perf_counter() - self._aligned_s
+        now = time.perf_counter()
         out, asked, back = np.array(state.t_posted), np.array(state.t_asked), np.array(state.t_back)
         return TransportTimes(
             _overlap(out, arrived) + _overlap(posted, back),
             _overlap(np.maximum(asked, posted), back),
             {rank: _overlap(np.maximum(report.t_asked, out), report.t_arrived) for rank, report in busy.items()},
-            link_times(out, busy, self.latencies, {rank: clock_doubt(*self._clocks[rank], age) for rank in busy}),
+            link_times(
+                out, busy, state.behind_kv, self.latencies, {rank: self._clocks.doubt(rank, now) for rank in busy}
+            ),
         )
 
     @property
@@ -235,6 +243,7 @@ class MpiSEnd:
         for state in self._slots.values():
             for pending in (*state.plan_sent, state.report):
                 self.progress.wait(pending, "the last plans and reports")
+        self._asker.close()
         self.progress.stop()
         self._world.barrier("all ranks to end this run")
         self.describe_with(no_run)
