@@ -115,7 +115,7 @@ def _shares(planner: Planner, plan: Plan) -> list[str]:
 def _pays(plan: Plan) -> list[str]:
     """From where on one more socket is wasted, or worse."""
     if not plan.stops_paying_at:
-        return ["every socket in the table pays"]
+        return ["every socket in the table adds 5 % tokens/s or more"]
     lines = [f"socket {plan.stops_paying_at} adds less than 5 % tokens/s"]
     if plan.hurts_at:
         lines.append(f"from socket {plan.hurts_at} on there are fewer tokens/s")
