@@ -361,7 +361,7 @@ def test_time_of_a_mixture_is_that_of_the_experts_that_rows_pass() -> None:
 
 
 def plan_of(model="llama-2-13b", profile=PAPER, length=128, config=None, max_workers=8, **wish):
-    planner = Planner(profile, SHAPES[model], config or RunConfig(), Wish(1, length - 1, **wish))
+    planner = Planner(profile, SHAPES[model], config or RunConfig(), Wish((Lengths(1, length - 1),), **wish))
     return planner, planner.plan(max_workers)
 
 
@@ -423,7 +423,7 @@ def test_too_few_measured_rows_are_named_as_the_limit():
 
 def test_a_profile_of_one_process_is_not_planned_with():
     with pytest.raises(ConfigError, match="one process"):
-        Planner(make_profile(groups=(WITH_RANK_0,)), MODEL, RunConfig(), Wish(1, 63))
+        Planner(make_profile(groups=(WITH_RANK_0,)), MODEL, RunConfig(), Wish((Lengths(1, 63),)))
 
 
 def test_nothing_fits_is_said_with_numbers():

@@ -149,13 +149,14 @@ def test_prompt_kv_on_its_way_is_no_slow_link(num_slots: int) -> None:
 def test_a_plan_deals_rows_out_by_shares_and_says_so() -> None:
     slow = make_profile(FAST / 5, FAST, FAST)
     aware, equal = (
-        Planner(slow, MODEL, RunConfig(r_worker_weights=weights), Wish(1, 255)) for weights in ("auto", "equal")
+        Planner(slow, MODEL, RunConfig(r_worker_weights=weights), Wish((Lengths(1, 255),)))
+        for weights in ("auto", "equal")
     )
     rates = {planner: planner._evaluate(3, BATCH).tokens_per_s for planner in (aware, equal)}
     assert rates[aware] > 1.5 * rates[equal]
     text = format_plan(aware, aware.plan(3), "test")
     assert "shares of the load: profile: rank 1" in text
-    alike = Planner(make_profile(FAST, FAST, FAST), MODEL, RunConfig(), Wish(1, 255))
+    alike = Planner(make_profile(FAST, FAST, FAST), MODEL, RunConfig(), Wish((Lengths(1, 255),)))
     assert "shares of the load" not in format_plan(alike, alike.plan(3), "test")
 
 

@@ -86,9 +86,9 @@ class PipelineClock:
     def store(self, worker: int, num_bytes: float, seconds: float) -> float:
         """K and V of prompts leave now for an R-worker, which puts them away in `seconds`; when they are there."""
         own = float(self._latency[worker]) + num_bytes * float(self._link_s[worker])
-        if self.is_blocking:
-            self._exchange(max(own, num_bytes * self._shared_s))
-            self.r_free[worker] += seconds
+        if self.is_blocking:  # the sender is busy; a receiver that attends takes them up afterwards
+            self.s_free += max(own, num_bytes * self._shared_s)
+            self.r_free[worker] = max(float(self.r_free[worker]), self.s_free) + seconds
             return self.s_free
         self._pass_returned(self.s_free)
         shared = max(pipe.send(self.s_free, num_bytes) for pipe in (self._out, self._switch))

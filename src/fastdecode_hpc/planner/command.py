@@ -15,6 +15,7 @@ from fastdecode_hpc.options import add_run_options, duration, run_config, size
 
 if TYPE_CHECKING:
     from fastdecode_hpc.planner.lengths import Lengths
+    from fastdecode_hpc.planner.plan import Plan, Planner
     from fastdecode_hpc.planner.profile import Profile
     from fastdecode_hpc.planner.simulate import SimulatedRun, Simulation
 
@@ -151,19 +152,23 @@ def run_plan(args: argparse.Namespace, argv: Sequence[str]) -> int:
     if args.json is not None:
         check_writable(args.json)
     profile, model = load_profile(args.profile), find_shape(args.model)
-    lengths = _lengths(args, 1)
-    prompt_len, output_len = (round(_mean(lengths, name)) for name in ("prompt_len", "output_len"))
     price_s, price_r = args.price or (None, None)
-    wish = Wish(prompt_len, output_len, args.latency_target, price_s, price_r, args.r_memory)
+    wish = Wish(tuple(_lengths(args, 1)), args.latency_target, price_s, price_r, args.r_memory)
     schedules = SCHEDULES if args.schedule == "best" else (args.schedule,)
     runs = [run_config(args, schedule=schedule, profile=None) for schedule in schedules]
     planners = [Planner(profile, model, run, wish) for run in runs]
     plans = [(planner, planner.plan(args.max_r_workers)) for planner in planners]
-    planner, plan = max(plans, key=lambda pair: round(pair[1].best.tokens_per_s, -1))  # of about equal ones the plain
+    planner, plan = min(plans, key=_rank)  # of about equal ones the plain
     print(format_plan(planner, plan, args.model))
     if args.json is not None:
         write_json(args.json, plan_as_dict(planner, plan, args.model))
     return 0
+
+
+def _rank(planned: tuple[Planner, Plan]) -> float:
+    """Where a plan stands among those of other schedules: by price where there is one, else by speed."""
+    best = planned[1].best
+    return -round(best.tokens_per_s, -1) if best.cost_per_million is None else float(f"{best.cost_per_million:.2g}")
 
 
 def run_simulate(args: argparse.Namespace, argv: Sequence[str]) -> int:
@@ -276,10 +281,6 @@ def _lengths(args: argparse.Namespace, count: int) -> list[Lengths]:
     check_at_least("--prompt-len", args.prompt_len, 1)
     check_at_least("--length", args.length, args.prompt_len + 1)
     return [Lengths(args.prompt_len, args.length - args.prompt_len)] * count
-
-
-def _mean(lengths: Sequence[Lengths], name: str) -> float:
-    return sum(float(getattr(entry, name)) for entry in lengths) / len(lengths)
 
 
 def _with_links(profile: Profile, args: argparse.Namespace) -> Profile:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -121,7 +122,7 @@ class Costs:
         self.layout = make_layout(model, block_size=config.block_size, kv_dtype=config.kv_dtype)
         self.group_of = {layer: place for place, group in enumerate(self.layout.main_groups) for layer in group.layers}
         self.parts = [profile.r_part(worker) for worker in range(num_workers)]
-        self._rates = [_rates(profile, part.rates, config.kv_dtype) for part in self.parts]
+        self._rates = kv_rates(profile, config, num_workers)
         self._bytes_per_s = np.array([rates.bytes_per_s for rates in self._rates])
         self._call_s = np.array([rates.call_s for rates in self._rates])
         self._pair_s = np.array([rates.pair_s for rates in self._rates])
@@ -163,27 +164,47 @@ class Costs:
         context_lens, workers : int64 arrays
             ``[num_rows]``: of each row its context, the newest token counted, and the number of its R-worker, from 0.
         """
-        num_rows = len(context_lens)
-        rows = np.bincount(workers, minlength=self.num_workers).astype(np.float64)
+        rows = np.bincount(workers, minlength=self.num_workers)
+        reads = [self._by_worker(workers, row_bytes(group, context_lens)) for group in self.layout.main_groups]
+        return self._slot_times(rows, reads)
+
+    def even_slot_times(self, num_rows: int, context_len: float, reads: Sequence[float] = ()) -> SlotTimes:
+        """The same for rows dealt out as the options have it.
+
+        Parameters
+        ----------
+        num_rows : int
+        context_len : float
+            Mean over the rows.
+        reads : sequence of float, optional
+            Bytes that a row reads in a layer of each main group, mean over rows; by default those of `context_len`.
+        """
+        rows = self.deal_rows(num_rows, context_len)
+        context = np.array([round(context_len)], np.int64)
+        reads = reads or [float(row_bytes(group, context)[0]) for group in self.layout.main_groups]
+        return self._slot_times(rows, [rows * own for own in reads])
+
+    def read_tables(self, longest: int) -> list[Ints]:
+        """Bytes that a row reads in a layer of each main group, by its context from 0 to `longest` tokens."""
+        return [row_bytes(group, np.arange(longest + 1)) for group in self.layout.main_groups]
+
+    def _slot_times(self, rows: Ints, reads: Sequence[npt.NDArray[Any]]) -> SlotTimes:
+        """`rows` of each R-worker, and the bytes they read in a layer of each main group, ``[num_workers]`` all."""
+        num_rows, by_worker = int(rows.sum()), rows.astype(np.float64)
         return SlotTimes(
             s_layer=self.s_layer(num_rows),
             s_head=self.head_s(num_rows),
             s_turn=self.profile.s_part.turn(num_rows),
             s_stage=self.profile.s_part.stage(num_rows),
             r_layers=[
-                self._attention(group, self._by_worker(workers, row_bytes(group, context_lens)), rows)
-                for group in self.layout.main_groups
+                self._attention(group, own, by_worker)
+                for group, own in zip(self.layout.main_groups, reads, strict=True)
             ],
-            r_turn=self._of_workers("turn", rows),
-            r_stage=self._of_workers("stage", rows),
-            qkv_bytes=rows * self._qkv_row_bytes,
-            out_bytes=rows * self._out_row_bytes,
+            r_turn=self._of_workers("turn", by_worker),
+            r_stage=self._of_workers("stage", by_worker),
+            qkv_bytes=by_worker * self._qkv_row_bytes,
+            out_bytes=by_worker * self._out_row_bytes,
         )
-
-    def even_slot_times(self, num_rows: int, context_len: float) -> SlotTimes:
-        """The same for rows of one context, dealt out as the options have it; both may be means."""
-        workers = np.repeat(np.arange(self.num_workers), self.deal_rows(num_rows, context_len))
-        return self.slot_times(np.full(num_rows, round(context_len), np.int64), workers)
 
     def worker_costs(self) -> list[WorkerCost]:
         """What each R-worker takes for tokens and rows in a step."""
@@ -258,12 +279,21 @@ class Costs:
         return np.array([curve(count) if count else 0.0 for curve, count in zip(curves, rows.tolist(), strict=True)])
 
 
-def _rates(profile: Profile, rates: object, kv_dtype: str) -> KVRates:
-    assert isinstance(rates, dict)
-    if kv_dtype not in rates:
-        raise ConfigError(
-            f"profile {profile.name} has no rates for kv_dtype {kv_dtype}; it has {', '.join(rates)}: name one of "
-            "these, or calibrate with it"
-        )
-    found: KVRates = rates[kv_dtype]
+def kv_rates(profile: Profile, config: RunConfig, num_workers: int) -> list[KVRates]:
+    """Rates of each R-worker for the cache's type.
+
+    Raises
+    ------
+    ConfigError
+        If the profile has none.
+    """
+    found = []
+    for worker in range(num_workers):
+        rates = profile.r_part(worker).rates
+        if config.kv_dtype not in rates:
+            raise ConfigError(
+                f"profile {profile.name} has no rates for kv_dtype {config.kv_dtype}; it has {', '.join(rates)}: name "
+                "one of these, or calibrate with it"
+            )
+        found.append(rates[config.kv_dtype])
     return found

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fastdecode_hpc.config import ConfigError, show
+from fastdecode_hpc.model_shape import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,24 @@ class Lengths:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < low:
                 raise ConfigError(f"{name} is {show(value)}; it must be a whole number of at least {low}")
+
+    @property
+    def bound(self) -> int:
+        """Most tokens that the output may have: what the schedule and admission know."""
+        return max(self.output_len, self.max_new_tokens)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the whole sequence at its bound."""
+        return self.prompt_len + self.bound
+
+
+def check_lengths(lengths: Iterable[Lengths], model: ModelConfig) -> None:
+    """Raise `ConfigError` for a sequence that is longer than the model can take."""
+    limit = model.max_context_len
+    for number, entry in enumerate(lengths, start=1):
+        if entry.longest > limit:
+            raise ConfigError(f"sequence {number} may have {entry.longest} tokens; this model takes at most {limit}")
 
 
 def read_lengths(path: Path) -> list[Lengths]:

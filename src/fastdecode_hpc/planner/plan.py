@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
 import math
+from collections.abc import Iterator
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 
+import numpy as np
+
 from fastdecode_hpc.config import DTYPE_BYTES, ConfigError, RunConfig
 from fastdecode_hpc.model_shape import ModelConfig
-from fastdecode_hpc.planner.costs import Costs, transfer_ratio
+from fastdecode_hpc.planner.costs import Costs, wire_row_bytes
+from fastdecode_hpc.planner.lengths import Lengths, check_lengths
+from fastdecode_hpc.planner.population import Population
 from fastdecode_hpc.planner.profile import Profile
-from fastdecode_hpc.planner.steady import SteadyStep, steady_step
+from fastdecode_hpc.planner.steady import SteadyStep, steady_step, weighted
 from fastdecode_hpc.schedule.kv_layout import KVLayout
 from fastdecode_hpc.schedule.load_stabilizing import choose_interval
 from fastdecode_hpc.schedule.shares import Shares
@@ -21,6 +27,7 @@ from fastdecode_hpc.setup import KV_SHARE
 ENOUGH = 0.97  # of the most tokens/s that any batch gives: a larger batch than needed only adds latency
 PAYS = 0.05  # by how much one more socket must raise tokens/s
 HURTS = 0.005
+PROMPTS_TIMED = 256  # of all, to know what a prompt takes
 SIZES_AN_OCTAVE = 3  # batches that are tried between one and its double
 
 
@@ -30,25 +37,21 @@ class Wish:
 
     Attributes
     ----------
-    prompt_len, output_len : int
+    lengths : tuple of Lengths
+        Of the job's sequences, or of some that are like them.
     latency_target_s : float, optional
-        Longest time that a sequence may decode.
+        Longest time that any sequence may decode.
     price_s, price_r : float, optional
         Of rank 0's machine and of a socket, an hour.
     r_memory_bytes : float, optional
         Memory of a socket, if other than the profile's.
     """
 
-    prompt_len: int
-    output_len: int
+    lengths: tuple[Lengths, ...]
     latency_target_s: float | None = None
     price_s: float | None = None
     price_r: float | None = None
     r_memory_bytes: float | None = None
-
-    @property
-    def length(self) -> int:
-        return self.prompt_len + self.output_len
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +103,10 @@ class Plan:
         For 1 R-worker and up; numbers with which nothing fits are left out.
     stops_paying_at, hurts_at : int or None
         First number of R-workers that gives hardly more tokens/s than one less, and first that gives less.
+    mean_load : float
+        Tokens read in a step, averaged over layers and steps.
     start_interval, load_limit : int
-        Of the load-stabilizing schedule.
+        Of the load-stabilizing schedule; see `Population` for the limit.
     balance_workers : float
         R-workers with which both parts take equally long at the proposed batch (the paper's equation 11).
     transfer_ratio : float
@@ -114,6 +119,7 @@ class Plan:
     choices: list[Choice]
     stops_paying_at: int | None
     hurts_at: int | None
+    mean_load: float
     start_interval: int
     load_limit: int
     balance_workers: float
@@ -139,18 +145,22 @@ class Planner:
     """
 
     def __init__(self, profile: Profile, model: ModelConfig, config: RunConfig, wish: Wish) -> None:
-        if wish.length > model.max_context_len:
-            raise ConfigError(f"sequences of {wish.length} tokens; this model takes at most {model.max_context_len}")
+        check_lengths(wish.lengths, model)
         if profile.is_one_process:
             raise ConfigError(
                 f"profile {profile.name} was measured in one process, in which nothing overlaps; calibrate with at "
                 "least two ranks to plan for R-workers"
             )
         self.profile, self.model, self.config, self.wish = profile, model, config, wish
-        costs = Costs(profile, model, config, num_workers=1)
-        self.layout: KVLayout = costs.layout
-        self._steps = max(1, wish.output_len - 1)  # decode steps of a sequence; its first token is prefill's
-        self._prompt_s = costs.prompts_s([wish.prompt_len], config.prefill_chunk_tokens)
+        self.population = Population(wish.lengths)
+        self._costs = Costs(profile, model, config, num_workers=1)
+        self.layout: KVLayout = self._costs.layout
+        self._tables = self._costs.read_tables(self.population.longest)
+        self._phases = self.population.phases(self._tables, starts_together=config.schedule == "greedy")
+        self._loads = self.layout.loads(np.arange(self.population.longest + 1)) / model.num_layers
+        self._row_blocks = self.population.mean_blocks(self.layout)
+        self._prompt_bytes = self._kept_tokens() * self._costs.kv_bytes(1)
+        self._prompt_times: dict[int, float] = {}  # by prompts that are computed together
 
     def plan(self, max_workers: int = 16) -> Plan:
         """The best choice of each number of R-workers up to `max_workers`, and the one to take."""
@@ -160,31 +170,27 @@ class Planner:
             raise ConfigError(self._nothing_fits(max_workers))
         best = self._best(choices)
         interval = choose_interval(
-            self._steps, max_batch_size=best.batch_size, spread=self.config.num_slots * best.num_workers
+            self.population.mean_steps,
+            max_batch_size=best.batch_size,
+            spread=self.config.num_slots * best.num_workers,
         )
-        micro_batch = math.ceil(best.batch_size * interval / self._steps)
-        mean = self.wish.prompt_len + (self._steps + interval) / 2
         return Plan(
             best,
             choices,
             stops_paying_at=_first_gain_below(choices, PAYS),
             hurts_at=_first_gain_below(choices, -HURTS),
             start_interval=interval,
-            load_limit=math.ceil(best.batch_size * mean) + micro_batch,
+            mean_load=best.batch_size * self.population.mean_of_rows(self._loads),
+            load_limit=self.population.load_limit(self._loads, best.batch_size, interval),
             balance_workers=self._balance(best),
-            transfer_ratio=transfer_ratio(self.model, self.layout, self.config.wire_dtype, round(self.mean_context)),
+            transfer_ratio=self._transfer_ratio(),
             gpu_only=self.gpu_only(),
         )
 
     def shares(self, choice: Choice) -> Shares:
         """What each R-worker gets of the load, and why."""
         costs = Costs(self.profile, self.model, self.config, num_workers=choice.num_workers)
-        return costs.shares(choice.batch_size / self.config.num_slots, self.mean_context)
-
-    @property
-    def mean_context(self) -> float:
-        """Tokens that a row reads, over its life."""
-        return self.wish.prompt_len + (self._steps + 1) / 2
+        return costs.shares(choice.batch_size / self.config.num_slots, self.population.mean_context)
 
     def choose(self, num_workers: int) -> Choice | None:
         """The best batch for so many R-workers; None if not one sequence fits."""
@@ -196,10 +202,11 @@ class Planner:
         sizes = _batch_sizes(min(by_memory, known))
         tried = [self._evaluate(num_workers, size) for size in sizes]
         in_time = [choice for choice in tried if self._is_in_time(choice)]
+        longest = self.population.longest_steps
         if not in_time:
             raise ConfigError(
-                f"a latency target of {self.wish.latency_target_s:g} s is too short: {self._steps} steps of one "
-                f"sequence take {tried[0].step.step_s * self._steps:.3g} s with {num_workers} R-workers"
+                f"a latency target of {self.wish.latency_target_s:g} s is too short: the {longest} steps of the "
+                f"longest sequence take {tried[0].step.step_s * longest:.3g} s with {num_workers} R-workers"
             )
         most = max(choice.tokens_per_s for choice in in_time)
         chosen = next(choice for choice in in_time if choice.tokens_per_s >= ENOUGH * most)
@@ -209,9 +216,28 @@ class Planner:
         return dataclasses.replace(chosen, limited_by=why if len(in_time) == len(tried) else "latency target")
 
     def sequences_that_fit(self, num_workers: int) -> int:
-        """Sequences whose longest cache the R-workers can hold, as admission counts them."""
-        need = self.layout.bytes_for(self.wish.length + 1)
-        return sum(int(self._kv_bytes(worker) // need) for worker in range(num_workers))
+        """Rows whose reservations the R-workers can hold, as admission counts them; 0 if the longest fits nowhere."""
+        workers = range(num_workers)
+        longest = self.layout.worst_case(self._longest_need)
+        if not any(all(a >= b for a, b in zip(self._blocks(w, 1), longest, strict=True)) for w in workers):
+            return 0
+        sizes = [group.block_bytes(self.layout.block_size) for group in self.layout.groups]
+        most = sum(int(self._kv_bytes(worker) // (self._row_blocks @ sizes)) for worker in workers)
+        return bisect.bisect_left(  # copies of recent tokens are made for so many: with more of them less is left
+            range(1, most + 1), True, key=lambda count: sum(self._rows_of(w, count) for w in workers) < count
+        )
+
+    def _rows_of(self, worker: int, max_sequences: int) -> int:
+        return int((np.array(self._blocks(worker, max_sequences)) / self._row_blocks + 1e-9).min())
+
+    def _blocks(self, worker: int, max_sequences: int) -> tuple[int, ...]:
+        """KV blocks of an R-worker for each group, as a run has them."""
+        return self.layout.split_budget(int(self._kv_bytes(worker)), self.model.max_context_len, max_sequences)
+
+    @property
+    def _longest_need(self) -> int:
+        """Tokens that the longest sequence reserves: a spare one, too."""
+        return max(entry.longest for entry in self.wish.lengths) + 1
 
     def gpu_only(self) -> GpuOnly | None:
         """What an engine would give that keeps the cache on the device."""
@@ -220,14 +246,19 @@ class Planner:
             return None
         weights = self.model.num_weights * DTYPE_BYTES["fp16"]
         room = KV_SHARE * device.memory_bytes - weights
-        batch = int(room // (self.layout.token_bytes * self.mean_context))
+        batch = int(room // self._row_bytes)
         if batch < 1:
             return GpuOnly(0, 0.0, None)
-        costs = Costs(self.profile, self.model, self.config, num_workers=1)
-        read = batch * self.mean_context * self.layout.token_bytes / device.read_bandwidth
-        step = self.model.num_layers * costs.s_layer(batch) + read + batch / self._steps * self._prompt_s
-        rate = batch / step
+        read = batch * self._row_bytes / device.read_bandwidth
+        step = self.model.num_layers * self._costs.s_layer(batch) + read + self._prefill_s(batch, batch)
+        rate = batch * self.population.tokens_a_row / step
         return GpuOnly(batch, rate, self._price(rate, 0))
+
+    @property
+    def _row_bytes(self) -> float:
+        """Bytes of K and V that a row reads in a step, mean over rows."""
+        tables = zip(self.layout.main_groups, self._tables, strict=True)
+        return sum(len(group.layers) * self.population.mean_of_rows(table) for group, table in tables)
 
     def _kv_bytes(self, worker: int) -> float:
         given = self.wish.r_memory_bytes
@@ -239,39 +270,74 @@ class Planner:
         return memory * KV_SHARE
 
     def _evaluate(self, num_workers: int, batch_size: int) -> Choice:
-        mean = self._steady(num_workers, batch_size)
-        peak = step_s = mean.step_s
-        if self.config.schedule == "greedy":  # sequences of one length that started together end together
-            first, peak = (
-                self._steady(num_workers, batch_size, self.wish.prompt_len + 1 + steps).step_s
-                for steps in (0, self._steps)
-            )
-            step_s = (first + 4 * mean.step_s + peak) / 6  # Simpson's rule over their life
-        rate = batch_size / step_s
+        steps = [(phase.weight, self._steady(num_workers, batch_size, phase.reads)) for phase in self._phases]
+        mean = weighted(steps)
+        rate = batch_size * self.population.tokens_a_row / mean.step_s
         return Choice(
             num_workers,
             batch_size,
             rate,
-            dataclasses.replace(mean, step_s=step_s),
-            peak,
+            mean,
+            max(step.step_s for _, step in steps),
             mean.limited_by,
             self._price(rate, num_workers),
         )
 
-    def _steady(self, num_workers: int, batch_size: int, context: float | None = None) -> SteadyStep:
+    def _steady(self, num_workers: int, batch_size: int, reads: Ordered[float]) -> SteadyStep:
+        together = self.config.num_slots * num_workers if self.config.schedule == "load-stabilizing" else 1
         return steady_step(
             self.profile,
             self.model,
             self.config,
             num_workers=num_workers,
             batch_size=batch_size,
-            context_len=self.mean_context if context is None else context,
-            prefill_s=batch_size / self._steps * self._prompt_s,
+            context_len=self.population.mean_context,
+            reads=reads,
+            prefill_s=self._prefill_s(batch_size, together),
+            prefill_bytes=batch_size / self.population.mean_steps * self._prompt_bytes,
         )
+
+    def _prefill_s(self, batch_size: int, together: int) -> float:
+        """Seconds of prompts in a step; at least `together` of them are there at a time."""
+        starts = batch_size * self.population.starts_a_row
+        return starts * self._prompt_s(max(together, round(starts / self.config.num_slots), 1))
+
+    def _prompt_s(self, together: int) -> float:
+        """Mean seconds of a prompt, where so many are computed together if they may be."""
+        if together not in self._prompt_times:
+            places = np.unique(np.linspace(0, len(self.wish.lengths) - 1, PROMPTS_TIMED).astype(int))
+            found = itertools.islice(
+                itertools.cycle([self.wish.lengths[place].prompt_len for place in places]),
+                max(len(places), min(together, PROMPTS_TIMED)),
+            )
+            prompts = list(found)
+            chunk_tokens = self.config.prefill_chunk_tokens
+            total = sum(self._costs.prompts_s(pack, chunk_tokens) for pack in self._packs(prompts, together))
+            self._prompt_times[together] = total / len(prompts)
+        return self._prompt_times[together]
+
+    def _kept_tokens(self) -> float:
+        """Token-layers of a prompt whose K and V are sent: in layers with a window its end alone."""
+        return float(self.layout.loads(self.population.prompt_lens).mean())
+
+    def _packs(self, prompts: Ordered[int], together: int) -> Iterator[list[int]]:
+        """Prompts as they come to be computed, batch by batch."""
+        pack: list[int] = []
+        for length in prompts:
+            pack.append(length)
+            if len(pack) == together or sum(pack) >= self.config.max_prefill_tokens:
+                yield pack
+                pack = []
+        if pack:
+            yield pack
+
+    def _transfer_ratio(self) -> float:
+        """As `transfer_ratio`, over the rows of a step."""
+        return self._row_bytes / (self.model.num_layers * wire_row_bytes(self.model, self.config.wire_dtype))
 
     def _is_in_time(self, choice: Choice) -> bool:
         target = self.wish.latency_target_s
-        return target is None or choice.step.step_s * self._steps <= target
+        return target is None or choice.step.step_s * self.population.longest_steps <= target
 
     def _best(self, choices: list[Choice]) -> Choice:
         """The cheapest, or without prices the last one whose socket pays."""
@@ -290,11 +356,20 @@ class Planner:
         return an_hour / (tokens_per_s * 3600) * 1e6
 
     def _nothing_fits(self, max_workers: int) -> str:
-        need = self.layout.bytes_for(self.wish.length + 1)
+        need, length = self._smallest_budget(), self._longest_need - 1
         return (
-            f"one sequence of {self.wish.length} tokens needs {need / 1e9:.3g} GB of KV cache, and an R-worker has "
+            f"one sequence of {length} tokens needs {need / 1e9:.3g} GB of KV cache, and an R-worker has "
             f"{self._kv_bytes(0) / 1e9:.3g} GB for it; take a smaller kv_dtype, or more memory (--r-memory)"
         )
+
+    def _smallest_budget(self) -> float:
+        """Bytes of KV in which the longest sequence fits, shared by layer groups as the model's longest needs them."""
+        layout, most = self.layout, self.model.max_context_len
+        groups, size = layout.main_groups, layout.block_size
+        part = max(layout.blocks_for(self._longest_need, group) / layout.blocks_for(most, group) for group in groups)
+        shared = part * sum(layout.blocks_for(most, group) * group.block_bytes(size) for group in groups)
+        copies = (group for group in layout.groups if group.is_recent)
+        return shared + sum(layout.blocks_for(most, group) * group.block_bytes(size) for group in copies)
 
 
 def _first_gain_below(choices: Ordered[Choice], gain: float) -> int | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
 
 from fastdecode_hpc.config import ConfigError, RunConfig
 from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.planner.clock import PipelineClock
 from fastdecode_hpc.planner.costs import Costs
-from fastdecode_hpc.planner.lengths import Lengths
+from fastdecode_hpc.planner.lengths import Lengths, check_lengths
 from fastdecode_hpc.planner.profile import Profile
 from fastdecode_hpc.planner.walk import Walk
 from fastdecode_hpc.schedule.pipeline import Stage, pipeline
@@ -110,16 +111,13 @@ class Simulation:
             return (2**62,) * len(layout.groups)
         return layout.split_budget(config.kv_memory_bytes, self.costs.model.max_context_len, config.max_batch_size)
 
-    def check_fit(self, lengths: Iterable[Lengths]) -> None:
+    def check_fit(self, lengths: Ordered[Lengths]) -> None:
         """Raise `ConfigError` for a sequence that the model or the cache can never take."""
-        limit = self.costs.model.max_context_len
+        check_lengths(lengths, self.costs.model)
         for number, entry in enumerate(lengths, start=1):
-            total = entry.prompt_len + max(entry.output_len, entry.max_new_tokens)
-            if total > limit:
-                raise ConfigError(f"sequence {number} may have {total} tokens; this model takes at most {limit}")
-            if not self._placement.fits_ever(total + 1):
+            if not self._placement.fits_ever(entry.longest + 1):
                 raise ConfigError(
-                    f"sequence {number} may have {total} tokens, which no R-worker's KV cache can hold; raise "
+                    f"sequence {number} may have {entry.longest} tokens, which no R-worker's KV cache can hold; raise "
                     "--kv-memory-bytes"
                 )
 
@@ -140,10 +138,9 @@ class Simulation:
         return result
 
     def _sequences(self, lengths: Iterable[Lengths]) -> Iterator[Sequence]:
-        for seq_id, (entry) in enumerate(lengths):
-            bound = max(entry.output_len, entry.max_new_tokens)
+        for seq_id, entry in enumerate(lengths):
             self._actual[seq_id] = entry.output_len
-            yield Sequence(seq_id, seq_id, range(entry.prompt_len), _GREEDY, bound)  # type: ignore[arg-type]
+            yield Sequence(seq_id, seq_id, range(entry.prompt_len), _GREEDY, entry.bound)  # type: ignore[arg-type]
 
     def _turn(self, stage: Stage, scheduler: Scheduler, result: SimulatedRun, stopped: set[int]) -> None:
         """End the slot's step and begin its next."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
 from fastdecode_hpc.config import RunConfig
 from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.planner.clock import PipelineClock
-from fastdecode_hpc.planner.costs import Costs
+from fastdecode_hpc.planner.costs import Costs, kv_rates
 from fastdecode_hpc.planner.profile import Profile
 from fastdecode_hpc.planner.walk import Walk
 from fastdecode_hpc.schedule.pipeline import pipeline
@@ -42,6 +43,14 @@ class SteadyStep:
         return max(shares, key=lambda name: shares[name])
 
 
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    num_workers: int
+    batch_size: int
+    context_len: float
+    reads: Sequence[float]
+
+
 def steady_step(
     profile: Profile,
     model: ModelConfig,
@@ -50,51 +59,66 @@ def steady_step(
     num_workers: int,
     batch_size: int,
     context_len: float,
+    reads: Sequence[float] = (),
     prefill_s: float = 0.0,
+    prefill_bytes: float = 0.0,
 ) -> SteadyStep:
     """A step of `batch_size` sequences with `context_len` tokens each, the newest counted.
 
     Parameters
     ----------
+    reads : sequence of float, optional
+        As of `Costs.even_slot_times`, of the whole model's layout.
     prefill_s : float
         What the S-worker spends on prompts in a step.
+    prefill_bytes : float
+        K and V of prompts that leave for R-workers in a step, all layers.
     """
     few, more = (min(layers, model.num_layers) for layers in WALKED_LAYERS)
-    step = _walk(profile, replace(model, num_layers=more), config, num_workers, batch_size, context_len)
-    if more < model.num_layers:
-        less = _walk(profile, replace(model, num_layers=few), config, num_workers, batch_size, context_len)
-        step = _extrapolate(less, step, (model.num_layers - more) / (more - few))
+    rows = _Rows(num_workers, batch_size, context_len, reads)
+    if len({model.window_of(layer) for layer in range(model.num_layers)}) > 1:
+        step = _walk(profile, model, config, rows)  # some layers read more than others: no straight line
+    else:
+        step = _walk(profile, replace(model, num_layers=more), config, rows)
+        if more < model.num_layers:
+            less = _walk(profile, replace(model, num_layers=few), config, rows)
+            factor = (model.num_layers - more) / (more - few)
+            step = weighted([(1 + factor, step), (-factor, less)])
+    sent_s = prefill_bytes / profile.network.s_bytes_per_s
+    shares = [prefill_bytes / num_workers / rates.bytes_per_s for rates in kv_rates(profile, config, num_workers)]
+    s_part = step.s_part + prefill_s + (sent_s if profile.network.is_blocking else 0.0)
+    r_part, network = step.r_part + max(shares), step.network + sent_s
+    # Prompts are computed, sent and stored between stages: they cost what a part has not idled anyhow.
+    spare_s = max(0.0, step.step_s - step.s_part)
     return SteadyStep(
-        # Prompts are computed between stages: they cost what the S-Part has not idled anyhow.
-        max(step.step_s, min(step.step_s, step.s_part) + prefill_s),
-        step.s_part + prefill_s,
-        step.r_part,
-        step.network,
+        max(step.step_s + max(0.0, s_part - step.s_part - spare_s), r_part, network), s_part, r_part, network
     )
 
 
-def _extrapolate(less: SteadyStep, more: SteadyStep, factor: float) -> SteadyStep:
-    names = ("step_s", "s_part", "r_part", "network")
-    return SteadyStep(*(getattr(more, n) + factor * (getattr(more, n) - getattr(less, n)) for n in names))
+def weighted(steps: Iterable[tuple[float, SteadyStep]]) -> SteadyStep:
+    """The sum of steps, each times a weight."""
+    found = list(steps)
+    return SteadyStep(
+        *(sum(weight * getattr(step, spec.name) for weight, step in found) for spec in fields(SteadyStep))
+    )
 
 
-def _walk(
-    profile: Profile, model: ModelConfig, config: RunConfig, num_workers: int, batch_size: int, context_len: float
-) -> SteadyStep:
+def _walk(profile: Profile, model: ModelConfig, config: RunConfig, rows: _Rows) -> SteadyStep:
+    num_workers, num_slots = rows.num_workers, config.num_slots
     costs = Costs(profile, model, config, num_workers=num_workers)
-    clock = PipelineClock(profile, num_workers=num_workers, num_slots=config.num_slots)
-    walk = Walk(costs, clock, num_slots=config.num_slots)
-    rows = [(batch_size + slot) // config.num_slots for slot in range(config.num_slots)]
-    slots = [costs.even_slot_times(count, context_len) if count else None for count in rows]
+    clock = PipelineClock(profile, num_workers=num_workers, num_slots=num_slots)
+    walk = Walk(costs, clock, num_slots=num_slots)
+    counts = [(rows.batch_size + slot) // num_slots for slot in range(num_slots)]
+    slots = [costs.even_slot_times(count, rows.context_len, rows.reads) if count else None for count in counts]
     begun: list[float] = []
-    for stage in pipeline(model.num_layers, config.num_slots):
+    for stage in pipeline(model.num_layers, num_slots):
         if stage.layer == 0:
             walk.end_step(stage)
             if stage.slot == 0:
                 begun.append(clock.s_free)
                 if len(begun) > SETTLING_STEPS + COUNTED_STEPS:
                     break
-            walk.begin_step(stage, slots[stage.slot], StepTimes(stage.step, stage.slot, 0.0, rows[stage.slot], 0, 0))
+            walk.begin_step(stage, slots[stage.slot], StepTimes(stage.step, stage.slot, 0.0, counts[stage.slot], 0, 0))
         walk.visit(stage)
     present = [times for times in slots if times is not None]
     num_layers = model.num_layers

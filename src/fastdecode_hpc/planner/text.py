@@ -16,10 +16,10 @@ from fastdecode_hpc.planner.shapes import SHAPES
 
 def format_plan(planner: Planner, plan: Plan, model: str) -> str:
     """The proposal, the table it comes from, and what to type."""
-    profile, wish, best = planner.profile, planner.wish, plan.best
+    profile, best = planner.profile, plan.best
     lines = [
         describe_profile(profile, planner.model, plan.choices[-1].num_workers),
-        f"model {model}, {wish.prompt_len} + {wish.output_len} tokens a sequence, KV cache {planner.config.kv_dtype}",
+        f"model {model}, {planner.population.describe()}, KV cache {planner.config.kv_dtype}",
         "",
         *_table(planner, plan),
         "",
@@ -27,8 +27,8 @@ def format_plan(planner: Planner, plan: Plan, model: str) -> str:
         f"{best.step.step_s * 1e3:.1f} ms a step, schedule {planner.config.schedule}; limited by {best.limited_by}",
         *_rows_measured(planner, plan),
         *_shares(planner, plan),
-        f"a sequence decodes for {best.step.step_s * wish.output_len:,.1f} s; the longest step takes "
-        f"{best.peak_step_s * 1e3:.1f} ms",
+        f"{_lifetime(planner, best)}; the longest step takes {best.peak_step_s * 1e3:.1f} ms",
+        *_load(planner, plan),
         *_pays(plan),
         f"both parts take equally long at this batch with {plan.balance_workers:.1f} R-workers",
         f"a token's attention reads {plan.transfer_ratio:,.1f} times the bytes that its q, k, v and o take on the wire",
@@ -89,6 +89,23 @@ def _rows_measured(planner: Planner, plan: Plan) -> list[str]:
     return [f"larger batches would give more: the profile has up to {rows} rows; calibrate with larger --batch-sizes"]
 
 
+def _lifetime(planner: Planner, best: Choice) -> str:
+    """How long sequences decode."""
+    population, step_s = planner.population, best.step.step_s
+    text = f"a sequence decodes for {step_s * population.mean_steps:,.1f} s"
+    return (
+        text if population.is_even else f"{text} on average, the longest for {step_s * population.longest_steps:,.1f} s"
+    )
+
+
+def _load(planner: Planner, plan: Plan) -> list[str]:
+    """What the R-workers read, and under the load-stabilizing schedule what they read at most."""
+    text = f"a step reads {plan.mean_load:,.0f} tokens of each layer's KV cache on average"
+    if planner.config.schedule == "load-stabilizing":
+        text += f", {plan.load_limit:,} at most, with a start every {plan.start_interval} steps"
+    return [text]
+
+
 def _shares(planner: Planner, plan: Plan) -> list[str]:
     """Where R-workers are unlike, and shares follow."""
     text = planner.shares(plan.best).describe()
@@ -98,7 +115,7 @@ def _shares(planner: Planner, plan: Plan) -> list[str]:
 def _pays(plan: Plan) -> list[str]:
     """From where on one more socket is wasted, or worse."""
     if not plan.stops_paying_at:
-        return ["every socket in the table pays"]
+        return ["every socket in the table adds 5 % tokens/s or more"]
     lines = [f"socket {plan.stops_paying_at} adds less than 5 % tokens/s"]
     if plan.hurts_at:
         lines.append(f"from socket {plan.hurts_at} on there are fewer tokens/s")
@@ -148,7 +165,7 @@ def plan_as_dict(planner: Planner, plan: Plan, model: str) -> dict[str, Any]:
     return {
         "profile": {"name": profile.name, "source": profile.source, "notes": list(profile.notes)},
         "model": model,
-        "wish": _wish(planner.wish),
+        "wish": _wish(planner),
         "schedule": planner.config.schedule,
         **dataclasses.asdict(plan),
         "shares": planner.shares(plan.best).ideal(),
@@ -156,5 +173,14 @@ def plan_as_dict(planner: Planner, plan: Plan, model: str) -> dict[str, Any]:
     }
 
 
-def _wish(wish: Wish) -> dict[str, Any]:
-    return {name: value for name, value in dataclasses.asdict(wish).items() if value is not None}
+def _wish(planner: Planner) -> dict[str, Any]:
+    population = planner.population
+    given = {spec.name: getattr(planner.wish, spec.name) for spec in dataclasses.fields(Wish) if spec.name != "lengths"}
+    return {
+        "num_lengths": len(population.lengths),
+        "mean_prompt_len": sum(entry.prompt_len for entry in population.lengths) / len(population.lengths),
+        "mean_output_len": sum(entry.output_len for entry in population.lengths) / len(population.lengths),
+        "longest": max(entry.longest for entry in population.lengths),
+        "mean_context": population.mean_context,
+        **{name: value for name, value in given.items() if value is not None},
+    }
