@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from fastdecode_hpc.config import ConfigError, RunConfig
-from fastdecode_hpc.host import keep_freed_memory
+from fastdecode_hpc.host import keep_freed_memory, return_freed_memory
 from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.s_part.model import SPart
 from fastdecode_hpc.s_part.products import pack_part
@@ -79,8 +79,9 @@ def build_native(
 
 @contextmanager
 def load_timed() -> Iterator[None]:
-    """Around the loading of weights: says how long it took, and what was freed meanwhile is given back."""
+    """Around the loading of weights: says how long it took; what is freed meanwhile is given back at once."""
     started = time.perf_counter()
+    return_freed_memory()  # the weights as they were read
     yield
-    keep_freed_memory()  # only now: the weights as they were read are given back
+    keep_freed_memory()
     logger.info("weights ready in %.1f s", time.perf_counter() - started)

@@ -10,7 +10,7 @@ or doesn't take the type on this processor, weights stay as they are and `torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -56,10 +56,8 @@ def look_up(numbers: Tensor, weight: Matrix) -> Tensor:
     return weight.rows(numbers) if isinstance(weight, Int8Weight) else F.embedding(numbers, weight)
 
 
-def unpacked(weight: Matrix | Sequence[Matrix]) -> Tensor:
-    """The weight itself, ``[out, in]``, or of experts ``[experts, out, in]``."""
-    if isinstance(weight, Sequence):
-        return torch.stack([unpacked(expert) for expert in weight])
+def unpacked(weight: Matrix) -> Tensor:
+    """The weight itself, ``[out, in]``."""
     if isinstance(weight, Int8Weight):
         return weight.dequantised()
     return weight.to_dense() if weight.is_mkldnn else weight
