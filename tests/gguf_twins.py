@@ -12,6 +12,7 @@ import torch
 from fastdecode_hpc.families.known import BY_NAME
 from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.s_part.weight_targets import list_targets
+from fastdecode_hpc.s_part.weight_tensors import describe
 from fastdecode_hpc.s_part.weights import load_weights, read_model_config
 
 # llama.cpp knows no windows of these families, no biases of Qwen3's attention, no other scales of Gemma's scores.
@@ -113,3 +114,22 @@ def _add_vocabulary(writer: gguf.GGUFWriter, vocab_size: int) -> None:
     writer.add_token_merges(["a b"])
     writer.add_eos_token_id(2)
     writer.add_bos_token_id(1)
+
+
+def make_q4_gguf(path: Path, config: ModelConfig) -> None:
+    """A Q4_0 file of random blocks: quantising this many numbers would take long."""
+    writer = gguf.GGUFWriter(path, "llama")
+    add_sizes(writer, config)
+    rng = np.random.default_rng(0)
+    for target in list_targets(config, BY_NAME["llama"].gguf.names, describe(config, torch.float32)):
+        if len(target.shape) == 1:
+            writer.add_tensor(target.name, np.ones(target.shape, np.float32))
+            continue
+        rows, columns = target.shape
+        blocks = rng.integers(0, 256, (rows, columns // 32, 18), np.uint8)
+        blocks[:, :, :2] = np.array([0.01], np.float16).view(np.uint8)
+        writer.add_tensor(target.name, blocks.reshape(rows, -1), raw_dtype=gguf.GGMLQuantizationType.Q4_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

@@ -155,7 +155,7 @@ def _run_rank(run: RunConfig, files: JobFiles, time_budget_s: float | None, worl
     if world is not None:
         stop.on_asked = world.control.alive  # whoever asks gets on, be it a job that waits for standard input
     job = Job(files, run, stop)
-    engine = Engine(run, world=world, preflight=job.check, stop_requested=stop)
+    engine = Engine(run, world=world, preflight=job.check, stop_requested=stop, verifies=files.verify > 0)
     try:
         if engine.is_s_rank:
             return job.run(engine)

@@ -17,6 +17,8 @@ DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 QUANTISED_DTYPES = ("int8", "int4")
 SCHEDULES = ("greedy", "load-stabilizing")
 WEIGHT_WORDS = ("auto", "equal")
+S_PARTS = ("native", "transformers")
+WEIGHT_DTYPES = ("auto", "int8")
 INT8_WEIGHT_BYTES = 1 + 8 / 32  # of a matrix in 8 bits: a code, and a share of an fp32 scale and offset
 INT4_GROUP = 32  # values along head_dim that share a scale and a minimum
 
@@ -158,7 +160,7 @@ class RunConfig:
         "native",
         "what computes the model: native, the families that 'fastdecode models' lists; transformers, other causal "
         "models too, on transformers' own code",
-        choices=("native", "transformers"),
+        choices=S_PARTS,
     )
     trust_remote_code: bool = _option(False, "with --s-part transformers: run the code that the model's folder brings")
     num_layers: int | None = _option(
@@ -176,7 +178,7 @@ class RunConfig:
     weight_dtype: str = _option(
         "auto",
         "type of the S-Part's matrices; auto: as --dtype; int8: 8 bits with scale and offset for each 32, on a CPU",
-        choices=("auto", "int8"),
+        choices=WEIGHT_DTYPES,
     )
     cuda_graphs: str = _option(
         "auto",

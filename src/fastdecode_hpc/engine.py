@@ -25,7 +25,7 @@ from fastdecode_hpc.log import set_up_logging
 from fastdecode_hpc.model_files import resolve_model
 from fastdecode_hpc.results import Completion, Hooks, RunStats
 from fastdecode_hpc.sequence import Request, SamplingParams, Sequence
-from fastdecode_hpc.setup import Hello, RankSetup, Setup, decide_setup, weights_on_host
+from fastdecode_hpc.setup import Hello, RankSetup, Setup, decide_setup, passing_on_host, weights_on_host
 from fastdecode_hpc.startup import Dismissed
 from fastdecode_hpc.transport.clocks import Clocks
 from fastdecode_hpc.verify import Verdict, Verification, tolerance_nats
@@ -112,7 +112,8 @@ class Engine:
         Whether this process has been asked to end early.
     given_kv : bool
         For measurements of decode: compute no prompts, their K and V are what the cache's memory holds.
-
+    verifies : bool
+        Leave memory for `verify` beside the KV cache.
     weights_of : Engine, optional
         Use this one's weights: of the same model, types, device and threads.
     on_load : callable, optional
@@ -136,6 +137,7 @@ class Engine:
         preflight: Callable[[Path], None] = lambda model: None,
         stop_requested: Callable[[], bool] = lambda: False,
         given_kv: bool = False,
+        verifies: bool = False,
         weights_of: Engine | None = None,
         on_load: Callable[[int, int], None] | None = None,
         slow_links: Mapping[int, SlowLink] | None = None,
@@ -152,7 +154,7 @@ class Engine:
         self.all_layers = 0  # of the model, on rank 0
         self._kind: SPartKind  # on rank 0
         self._preflight = preflight
-        self._given_kv = given_kv
+        self._given_kv, self._verifies = given_kv, verifies
         self._slow_links = slow_links or {}
         self._start_costs: dict[int, WorkerCost] = {}  # on rank 0
         self._s_part: BaseSPart | None = None if weights_of is None else weights_of._s_part
@@ -196,8 +198,9 @@ class Engine:
         self._kind = find_kind(run, self.model_path)
         model = self._cut(self._kind.read_model())
         device, known = choose_device(run.device).type, self._kind.weights_bytes(model)
+        passing = passing_on_host(run, model, device, known, verifies=self._verifies)
         on_host = weights_on_host(run, model, device, known)
-        setup = decide_setup(run, model, hellos, weights_bytes=on_host)
+        setup = decide_setup(run, model, hellos, weights_bytes=on_host, passing_bytes=passing)
         if run.profile is not None:
             from fastdecode_hpc.planner.start import start_costs
 

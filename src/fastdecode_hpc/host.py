@@ -26,6 +26,7 @@ _CORES_AT_START = tuple(sorted(os.sched_getaffinity(0)))
 _UNLIMITED = 1 << 60  # cgroups write "no limit" as a number near 2**63
 SLURM_MB = 1 << 20
 KEPT_BLOCK_BYTES, KEPT_BYTES = 1 << 27, 1 << 28  # logits of 128 rows over 256,000 tokens are as large as a block
+RETURNED_BLOCK_BYTES = 1 << 17  # glibc's own threshold, until it has seen a larger block freed
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 
 
@@ -78,6 +79,15 @@ def undo_openmp_binding(env: Mapping[str, str] = os.environ) -> None:
             os.sched_setaffinity(0, _CORES_AT_START)
 
 
+def return_freed_memory() -> None:
+    """Let malloc give what is freed in blocks above `RETURNED_BLOCK_BYTES` back to the system at once.
+
+    By default it takes ever larger blocks from its heap, where what stays lies between what was freed: weights that are
+    packed one after the other then take up to half as much again.
+    """
+    _set_malloc(_M_MMAP_THRESHOLD, RETURNED_BLOCK_BYTES)
+
+
 def keep_freed_memory() -> None:
     """Let malloc keep what is freed in blocks below `KEPT_BLOCK_BYTES`, and hand it out again.
 
@@ -85,10 +95,13 @@ def keep_freed_memory() -> None:
     step that makes 25 MB of logits then spends more time on faults than on what it computes. A process keeps so
     what its largest step held at once, but no more than `KEPT_BYTES` at the end of its heap.
     """
+    _set_malloc(_M_MMAP_THRESHOLD, KEPT_BLOCK_BYTES)
+    _set_malloc(_M_TRIM_THRESHOLD, KEPT_BYTES)
+
+
+def _set_malloc(parameter: int, value: int) -> None:
     with suppress(OSError, AttributeError):  # another C library
-        libc = ctypes.CDLL(None)
-        libc.mallopt(_M_MMAP_THRESHOLD, KEPT_BLOCK_BYTES)
-        libc.mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)
+        ctypes.CDLL(None).mallopt(parameter, value)
 
 
 def visible_gpus(env: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> int:

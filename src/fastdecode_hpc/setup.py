@@ -104,13 +104,17 @@ class Setup:
         return tuple(rank.rank for rank in self.ranks if rank.num_blocks)
 
 
-def decide_setup(run: RunConfig, model: ModelConfig, hellos: list[Hello], *, weights_bytes: int) -> Setup:
+def decide_setup(
+    run: RunConfig, model: ModelConfig, hellos: list[Hello], *, weights_bytes: int, passing_bytes: int = 0
+) -> Setup:
     """Rank 0's decision for all ranks; pure.
 
     Parameters
     ----------
     weights_bytes : int
         Memory of the weights on rank 0's host (0 where they go to a GPU).
+    passing_bytes : int
+        What they need there beside it for a time (`passing_on_host`).
 
     Raises
     ------
@@ -131,9 +135,10 @@ def decide_setup(run: RunConfig, model: ModelConfig, hellos: list[Hello], *, wei
     layout = make_layout(model, block_size=run.block_size, kv_dtype=run.kv_dtype)
     max_context_len = choose_max_context_len(run, model)
     _check_buffers(run, model, hellos[0])
-    _check_model(model, hellos[0], weights_bytes, max_context_len)
+    _check_model(model, hellos[0], weights_bytes, passing_bytes, max_context_len)
     common = best_common_isa(run, hellos)
-    ranks = tuple(_decide_rank(run, hello, hellos, layout, max_context_len, common, weights_bytes) for hello in hellos)
+    taken = weights_bytes + passing_bytes
+    ranks = tuple(_decide_rank(run, hello, hellos, layout, max_context_len, common, taken) for hello in hellos)
     return Setup(model, layout, max_context_len, ranks)
 
 
@@ -167,15 +172,19 @@ def _check_buffers(run: RunConfig, model: ModelConfig, hello: Hello) -> None:
         )
 
 
-def _check_model(model: ModelConfig, hello: Hello, weights_bytes: int, max_context_len: int) -> None:
+def _check_model(
+    model: ModelConfig, hello: Hello, weights_bytes: int, passing_bytes: int, max_context_len: int
+) -> None:
     """Refuse a model that rank 0's memory cannot hold, before anything is allocated."""
     tables = 1 if model.windowed_rope_theta is None else 2
     table_bytes = ROPE_TABLE_COPIES * 4 * tables * model.rotated * max_context_len
-    if weights_bytes + table_bytes > hello.host.memory_bytes:
+    if weights_bytes + passing_bytes + table_bytes > hello.host.memory_bytes:
+        passing = f", while they are loaded or verified {format_bytes(passing_bytes)} more," if passing_bytes else ""
         raise ConfigError(
-            f"the model's weights take {format_bytes(weights_bytes)} and its table of {max_context_len} positions "
-            f"{format_bytes(table_bytes)}, and {hello.host.host} has {format_bytes(hello.host.memory_bytes)}; "
-            "take a host with more memory, a smaller --dtype or a shorter --max-context-len"
+            f"the model's weights take {format_bytes(weights_bytes)}{passing} and its table of {max_context_len} "
+            f"positions {format_bytes(table_bytes)}, and {hello.host.host} has "
+            f"{format_bytes(hello.host.memory_bytes)}; take a host with more memory, a smaller --dtype, "
+            "--weight-dtype int8 or a shorter --max-context-len"
         )
 
 
@@ -356,9 +365,33 @@ def weights_on_host(run: RunConfig, model: ModelConfig, device: str, known: int 
         return 0
     if known is not None:
         return known
-    float_bytes = DTYPE_BYTES["fp32" if run.dtype == "auto" else run.dtype]
+    float_bytes = _float_bytes(run)
     head = model.vocab_size * model.embedding_width
     if run.weight_dtype == "auto":
         return (model.num_weights + (head if model.tie_embeddings else 0)) * float_bytes
     packed = model.num_layers * model.layer_weights + head
     return int(packed * INT8_WEIGHT_BYTES) + (model.num_weights - packed) * float_bytes
+
+
+def passing_on_host(
+    run: RunConfig, model: ModelConfig, device: str, known: int | None = None, *, verifies: bool = False
+) -> int:
+    """Bytes of host memory that are needed for a time beside `weights_on_host`.
+
+    While weights are loaded: the head or one layer as they were read, beside what they are packed into. While a run is
+    verified: in float32 the head, and one layer, of whose experts one. Where transformers made the S-Part (`known`), it
+    is one matrix that is packed, and the reference is the S-Part itself.
+    """
+    if device != "cpu":
+        return 0
+    head = model.vocab_size * model.embedding_width
+    if known is not None:
+        return head * _float_bytes(run)
+    loading = max(head, model.layer_weights) * _float_bytes(run)
+    verifying = DTYPE_BYTES["fp32"] * (head + model.attention_weights + model.mlp_weights)
+    return max(loading, verifying if verifies else 0)
+
+
+def _float_bytes(run: RunConfig) -> int:
+    """Of an element of weights on a CPU that are not in 8 bits."""
+    return DTYPE_BYTES["fp32" if run.dtype == "auto" else run.dtype]

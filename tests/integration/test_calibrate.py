@@ -56,6 +56,22 @@ def test_a_measured_profile_can_be_planned_with(checkpoint, tmp_path, ranks):
         assert "2 R-workers, and this job has 1; calibrate with as many ranks" in done.stderr
 
 
+@pytest.mark.parametrize("options", [("--s-part", "transformers"), ("--weight-dtype", "int8")], ids=lambda x: x[1])
+def test_other_s_parts_are_measured_and_planned_for(checkpoint, tmp_path, options):
+    path = tmp_path / "node.json"
+    done = fastdecode("calibrate", "--model", checkpoint, "--ranks", 2, "--output", path, *SMALL, *options)
+    assert done.returncode == 0, done.stderr
+    profile = load_profile(str(path))
+    name = options[0].strip("-").replace("-", "_")
+    assert profile.s_part_options == {"s_part": "native", "weight_dtype": "auto"} | {name: options[1]}
+    plan = ["plan", "--model", checkpoint, "--profile", path, "--length", 100, "--max-r-workers", 1]
+    planned = fastdecode(*plan)
+    assert planned.returncode == 0, planned.stderr
+    assert " ".join(options) in planned.stdout.splitlines()[-1]
+    assert "of another model" not in planned.stdout
+    assert fastdecode(*plan, options[0], "native" if name == "s_part" else "auto").returncode == 2
+
+
 @pytest.mark.parametrize(
     ("args", "said"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import h5py
@@ -11,7 +12,7 @@ import pytest
 from fastdecode_hpc.config import RunConfig
 from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.planner.costs import Costs
-from fastdecode_hpc.planner.profile import load_profile
+from fastdecode_hpc.planner.profile import load_profile, save_profile
 from fastdecode_hpc.report.schema import FINISH_REASONS, PREDICTED_UNITS, SPAN_KINDS
 from launching import fastdecode, read_records, write_requests
 from tiny_models import make_checkpoint, random_prompt
@@ -174,6 +175,11 @@ def test_predictions_of_a_run_are_for_its_own_steps(run, tmp_path) -> None:
         r_part = model.num_layers * (rates.call_s + read / rates.bytes_per_s) if rows else 0.0
         assert predicted["predicted_t_r_part"][row] == pytest.approx(r_part)
     assert (predicted["predicted_t_step"] >= predicted["predicted_t_s_part"]).all()
+    other = dataclasses.replace(profile, s_part=dataclasses.replace(profile.s_part, weight_dtype="int8"))
+    save_profile(tmp_path / "int8.json", other)
+    done = fastdecode("report", "predict", attributes["path"], "--profile", tmp_path / "int8.json", "--out", path)
+    assert done.returncode == 2
+    assert "--weight-dtype is auto, and profile a10-epyc7452 was measured with int8" in done.stderr
 
 
 def _model_values(attributes) -> dict:

@@ -21,7 +21,7 @@ from fastdecode_hpc.model_config import read_model_shape
 from fastdecode_hpc.model_shape import Experts, ModelConfig, RopeScaling
 from fastdecode_hpc.planner.profile import model_of
 from fastdecode_hpc.s_part.weight_targets import list_targets
-from fastdecode_hpc.s_part.weight_tensors import allocate
+from fastdecode_hpc.s_part.weight_tensors import describe
 from fastdecode_hpc.schedule.kv_layout import make_layout
 from fastdecode_hpc.typed_values import TypedValues
 from tiny_models import FAMILIES as TINY
@@ -44,7 +44,7 @@ def read(folder: Path, name: str, **changes: Any) -> ModelConfig:
 @pytest.mark.parametrize("name", TINY)
 def test_sizes_are_those_of_the_tensors(tmp_path: Path, name: str) -> None:
     config = read(tmp_path, name)
-    weights = allocate(config, torch.float32, torch.device("meta"))
+    weights = describe(config, torch.float32)
     small = [t for layer in weights.layers for t in _small(layer)]
     small += [weights.final_norm] if weights.final_norm is not None else []
     assert config.num_weights == weights.size_bytes // 4 - sum(t.numel() for t in small)

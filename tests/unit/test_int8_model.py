@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import weakref
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from fastdecode_hpc.config import INT8_WEIGHT_BYTES, ConfigError, RunConfig
 from fastdecode_hpc.model_shape import Experts, ModelConfig
+from fastdecode_hpc.s_part import wide_weights
 from fastdecode_hpc.s_part.build import build_native
 from fastdecode_hpc.s_part.int8_weights import Int8Weight
 from fastdecode_hpc.s_part.model import SPart
 from fastdecode_hpc.s_part.products import pack_part, unpacked
 from fastdecode_hpc.s_part.reference import Reference
-from fastdecode_hpc.s_part.weight_tensors import LayerWeights, Weights
+from fastdecode_hpc.s_part.weight_tensors import LayerWeights, Matrix, Weights
 from fastdecode_hpc.s_part.weights import dummy_weights, load_weights, read_model_config
-from fastdecode_hpc.setup import weights_on_host
+from fastdecode_hpc.setup import passing_on_host, weights_on_host
+from gguf_twins import make_q4_gguf
+from load_peak import can_build_within, measure_build_peak, random_state_dict
 from tiny_models import make_checkpoint, random_prompt
 
 CPU = torch.device("cpu")
@@ -41,12 +47,15 @@ def make_s_part(config: ModelConfig, weights: Weights, *, batch_invariant: bool 
     return SPart(config, weights, device=CPU, dtype=dtype, batch_invariant=batch_invariant)
 
 
+def plain(weight: Matrix | list[Matrix] | None) -> torch.Tensor | None:
+    if isinstance(weight, list):
+        return torch.stack([unpacked(expert) for expert in weight])
+    return None if weight is None else unpacked(weight)
+
+
 def widened(weights: Weights) -> Weights:
     """The same values as plain tensors."""
-    layers = [
-        LayerWeights(*(None if (x := getattr(layer, name)) is None else unpacked(x) for name in layer.__slots__))
-        for layer in weights.layers
-    ]
+    layers = [LayerWeights(*(plain(getattr(layer, name)) for name in layer.__slots__)) for layer in weights.layers]
     return Weights(unpacked(weights.embedding), layers, weights.final_norm, unpacked(weights.lm_head))
 
 
@@ -57,6 +66,17 @@ def logits_of(s_part: SPart, ids: list[int]) -> torch.Tensor:
         q, k, v = s_part.pre_attention(layer, hidden, positions).split([config.q_size, *[config.kv_size] * 2], dim=1)
         hidden = s_part.post_attention(layer, hidden, s_part.prefill_attention(layer, q, k, v, 0))
     return s_part.logits(hidden)
+
+
+def write_config(folder: Path, config: ModelConfig) -> None:
+    """config.json of a Llama."""
+    fields = {
+        "model_type": "llama", "vocab_size": config.vocab_size, "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size, "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads, "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim, "max_position_embeddings": config.max_context_len, "rms_norm_eps": 1e-5,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(fields))
 
 
 @models
@@ -138,9 +158,72 @@ def test_a_layer_is_packed_before_the_next_one_is_read(tmp_path: Path) -> None:
     assert [id(part) for part in seen] == [id(part) for part in (weights, *weights.layers)]
 
 
+@pytest.fixture(scope="module", params=["safetensors", "gguf"])
+def deep(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of 24 layers, each 4 % of it."""
+    config = ModelConfig(2048, 384, 768, 24, num_heads=6, num_kv_heads=2, head_dim=64, max_context_len=512)
+    folder = tmp_path_factory.mktemp("deep")
+    if request.param == "gguf":
+        make_q4_gguf(folder / "model.gguf", config)
+        return folder / "model.gguf"
+    save_file({name: x.bfloat16() for name, x in random_state_dict(config).items()}, folder / "model.safetensors")
+    write_config(folder, config)
+    return folder
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux /proc")
+@pytest.mark.parametrize(("dtype", "weight_dtype"), [("fp32", "int8"), ("bf16", "int8"), ("bf16", "auto")])
+def test_loading_takes_what_the_set_up_reckons_with(deep: Path, dtype: str, weight_dtype: str) -> None:
+    config = read_model_config(deep)
+    run = RunConfig(device="cpu", dtype=dtype, weight_dtype=weight_dtype)
+    reckoned = weights_on_host(run, config, "cpu") + passing_on_host(run, config, "cpu")
+    peak, held = measure_build_peak(deep, dtype, weight_dtype)
+    print(f"peak {peak / 1e6:.1f} MB, weights {held / 1e6:.1f} MB, reckoned {reckoned / 1e6:.1f} MB")
+    assert held <= peak < reckoned + (6 << 20)  # buffers of what is being read and packed
+    assert peak < (0.5 if weight_dtype == "int8" else 0.6) * 4 * config.num_weights
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux /proc")
+def test_a_model_that_fits_in_8_bits_only_is_loaded_where_memory_is_limited(deep: Path) -> None:
+    config = read_model_config(deep)
+    room = 2 * config.num_weights  # half of fp32
+    assert can_build_within(room, deep, "fp32", "int8")
+    assert not can_build_within(room, deep, "fp32", "auto")
+
+
+@pytest.mark.parametrize("weight_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_the_reference_widens_one_expert_at_a_time(
+    weight_dtype: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, most = 0, 0
+
+    def widen(x: Matrix | None) -> torch.Tensor | None:
+        nonlocal held, most
+        wide = float32(x)
+        if wide is not None and wide is not x:
+            held, most = held + wide.nbytes, max(most, held + wide.nbytes)
+            weakref.finalize(wide, free, wide.nbytes)
+        return wide
+
+    def free(num_bytes: int) -> None:
+        nonlocal held
+        held -= num_bytes
+
+    float32 = wide_weights._float32
+    monkeypatch.setattr(wide_weights, "_float32", widen)
+    config = dataclasses.replace(MODEL, experts=Experts(16, 2), max_context_len=300)
+    reference = Reference(make_s_part(config, make_weights(config, weight_dtype, dtype)))
+    reference.logits(random_prompt(90))
+    small = 4 * (config.experts.count + 8) * config.hidden_size  # the router, norms
+    assert 0 < most <= 4 * (config.attention_weights + config.mlp_weights) + small
+    assert most < 4 * config.layer_weights / 4
+
+
 def test_on_a_gpu_they_are_refused() -> None:
     with pytest.raises(ConfigError, match="weight_dtype is int8 and the S-Part is on a GPU"):
         weights_on_host(RunConfig(weight_dtype="int8"), MODEL, "cuda")
     assert weights_on_host(RunConfig(), MODEL, "cuda") == 0
+    assert passing_on_host(RunConfig(), MODEL, "cuda", verifies=True) == 0
     with pytest.raises(ConfigError, match="weight_dtype"):
         RunConfig(weight_dtype="int3")

@@ -497,6 +497,25 @@ def test_plan_prints_a_table_a_proposal_and_a_command_line(tmp_path):
     assert f"{plan['best']['tokens_per_s']:,.0f}" in done.stdout
 
 
+def test_plans_are_for_the_s_part_that_was_measured(tmp_path):
+    path, out = tmp_path / "int8.json", tmp_path / "plan.json"
+    s_part = dataclasses.replace(PAPER.s_part, weight_dtype="int8")
+    save_profile(path, dataclasses.replace(PAPER, name="small", s_part=s_part))
+    options = ["plan", "--model", "llama-2-7b", "--length", "512", "--max-r-workers", "2"]
+    done = fastdecode_plainly(*options, "--profile", str(path), "--weight-dtype", "int8", "--json", str(out))
+    assert done.returncode == 0, done.stderr
+    assert "of an S-Part with s_part native, weight_dtype int8" in done.stdout
+    assert "--weight-dtype int8" in done.stdout.splitlines()[-1]
+    told = json.loads(out.read_text())["profile"]
+    assert (told["s_part"], told["weight_dtype"]) == ("native", "int8")
+    done = fastdecode_plainly(*options, "--profile", str(path), "--weight-dtype", "auto")
+    assert done.returncode == 2
+    assert "--weight-dtype is auto, and profile small was measured with int8" in done.stderr
+    done = fastdecode_plainly(*options, "--profile", "a10-epyc7452", "--s-part", "transformers")
+    assert done.returncode == 2
+    assert "take a profile of fastdecode calibrate --s-part transformers" in done.stderr
+
+
 def test_simulate_prints_what_a_job_would_take(tmp_path):
     out = tmp_path / "sim.json"
     done = fastdecode_plainly(

@@ -24,8 +24,8 @@ from fastdecode_hpc.s_part.weights import (
     load_weights,
     read_model_config,
 )
-from gguf_twins import GGUF_CASES, add_sizes, write_twin
-from load_peak import measure_load_peak, random_state_dict
+from gguf_twins import GGUF_CASES, add_sizes, make_q4_gguf, write_twin
+from load_peak import measure_load_peak
 from tiny_models import make_checkpoint
 
 CPU = torch.device("cpu")
@@ -298,22 +298,3 @@ def test_peak_memory_of_loading_q4_as_float32(tmp_path: Path) -> None:
     ratio = measure_load_peak(tmp_path / "model.gguf")
     print(f"peak of loading is {ratio:.3f} x the weights")
     assert 0.95 < ratio < 1.2
-
-
-def make_q4_gguf(path: Path, config: ModelConfig) -> None:
-    """A Q4_0 file of random blocks: quantising this many numbers would take long."""
-    writer = gguf.GGUFWriter(path, "llama")
-    add_sizes(writer, config)
-    rng = np.random.default_rng(0)
-    for name, tensor in random_state_dict(config).items():
-        if tensor.ndim == 1:
-            writer.add_tensor(gguf_name(name), tensor.numpy())
-            continue
-        blocks = rng.integers(0, 256, (tensor.shape[0], tensor.shape[1] // 32, 18), np.uint8)
-        blocks[:, :, :2] = np.array([0.01], np.float16).view(np.uint8)
-        raw = blocks.reshape(tensor.shape[0], -1)
-        writer.add_tensor(gguf_name(name), raw, raw_dtype=gguf.GGMLQuantizationType.Q4_0)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()

@@ -9,8 +9,8 @@ import pytest
 from fastdecode_hpc import host
 from fastdecode_hpc.advice import placement_advice
 from fastdecode_hpc.config import ConfigError, RunConfig
-from fastdecode_hpc.model_shape import ModelConfig
-from fastdecode_hpc.setup import Hello, best_common_isa, decide_setup, kv_budget, weights_on_host
+from fastdecode_hpc.model_shape import Experts, ModelConfig
+from fastdecode_hpc.setup import Hello, best_common_isa, decide_setup, kv_budget, passing_on_host, weights_on_host
 from placed_ranks import GIB, X86, hello
 
 MODEL = ModelConfig(1000, 64, 96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, max_context_len=512)
@@ -146,6 +146,19 @@ def test_weights_are_counted_where_they_lie() -> None:
     assert weights_on_host(RunConfig(), MODEL, "cuda") == 0
 
 
+def test_what_weights_need_while_they_are_loaded_or_verified() -> None:
+    head, attention, mlp = 1000 * 64, 64 * (2 * 64 + 2 * 32), 3 * 64 * 96
+    half, mixture = RunConfig(dtype="bf16"), dataclasses.replace(MODEL, experts=Experts(8, 2))
+    assert passing_on_host(RunConfig(), MODEL, "cpu") == 4 * head
+    assert passing_on_host(half, MODEL, "cpu") == 2 * head
+    assert passing_on_host(half, mixture, "cpu") == 2 * (attention + 8 * (mlp + 64))
+    assert passing_on_host(half, mixture, "cpu", verifies=True) == 4 * (head + attention + mlp)
+    assert passing_on_host(half, MODEL, "cpu", known=1, verifies=True) == 2 * head
+    hellos = [hello(0), hello(1)]
+    less = decide_setup(RunConfig(), MODEL, hellos, weights_bytes=GIB, passing_bytes=GIB)
+    assert less.ranks[1].kv_bytes == decide(hellos, weights_bytes=2 * GIB).ranks[1].kv_bytes
+
+
 def test_threads_come_from_the_flag_then_openmp_then_slurm() -> None:
     env, here = {"OMP_NUM_THREADS": "6,2", "SLURM_CPUS_PER_TASK": "9"}, hello(0).host
     assert host.asked_threads(3, here, env) == 3
@@ -240,6 +253,8 @@ def test_a_model_that_rank_0_cannot_hold_is_refused() -> None:
     assert decide(ranks, weights_bytes=9 * GIB).ranks[0].role == "S-worker"
     with pytest.raises(ConfigError, match=r"weights take 11\.0 GiB .* n0 has 10\.0 GiB; take a host with more memory"):
         decide(ranks, weights_bytes=11 * GIB)
+    with pytest.raises(ConfigError, match=r"take 9\.0 GiB, while they are loaded or verified 2\.0 GiB more, and"):
+        decide_setup(RunConfig(), MODEL, ranks, weights_bytes=9 * GIB, passing_bytes=2 * GIB)
     long = dataclasses.replace(MODEL, head_dim=256, max_context_len=2**24)
     with pytest.raises(ConfigError, match=r"table of 16777216 positions 48\.0 GiB, .*--max-context-len"):
         decide_setup(RunConfig(), long, ranks, weights_bytes=0)

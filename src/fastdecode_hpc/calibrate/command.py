@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 MIN_ROUNDS = 3
 RUN_OPTIONS = (
-    "model", "load_format", "num_layers", "ranks", "device", "dtype", "weight_dtype", "cuda_graphs", "wire_dtype",
+    "model", "load_format", "num_layers", "ranks", "device", "dtype", "weight_dtype", "s_part", "trust_remote_code",
+    "cuda_graphs", "wire_dtype",
     "num_slots", "max_prefill_tokens", "prefill_chunk_tokens", "block_size", "kv_memory_bytes", "threads",
     "pin_threads", "wait", "isa", "batch_invariant", "allow_oversubscribe",
 )  # fmt: skip

@@ -80,6 +80,8 @@ def make_profile(
         model=model,
         s_part=SPartProfile(
             name=device[0],
+            kind=run.s_part,
+            weight_dtype=run.weight_dtype,
             memory_bytes=device[1],
             layer=fit_curve(samples, "layer_s", layer_tiles),
             head=head,

@@ -9,7 +9,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastdecode_hpc.config import SCHEDULES, ConfigError, check_at_least, check_positive
+from fastdecode_hpc.config import (
+    S_PARTS,
+    SCHEDULES,
+    WEIGHT_DTYPES,
+    ConfigError,
+    RunConfig,
+    check_at_least,
+    check_positive,
+)
 from fastdecode_hpc.files import check_writable, write_json
 from fastdecode_hpc.options import add_run_options, duration, run_config, size
 
@@ -19,7 +27,14 @@ if TYPE_CHECKING:
     from fastdecode_hpc.planner.profile import Profile
     from fastdecode_hpc.planner.simulate import SimulatedRun, Simulation
 
-PLAN_OPTIONS = ("kv_dtype", "wire_dtype", "num_slots", "max_prefill_tokens", "prefill_chunk_tokens")
+PLAN_OPTIONS = (
+    "trust_remote_code",
+    "kv_dtype",
+    "wire_dtype",
+    "num_slots",
+    "max_prefill_tokens",
+    "prefill_chunk_tokens",
+)
 SIMULATE_OPTIONS = (
     *PLAN_OPTIONS,
     "schedule",
@@ -47,6 +62,8 @@ def _add_common(parser: Any) -> None:
         help="what the machine does in how long: a file of fastdecode calibrate, or a published one: a10-epyc7452, "
         "h100-epyc7452",
     )  # fmt: skip
+    for flag, choices in (("--s-part", S_PARTS), ("--weight-dtype", WEIGHT_DTYPES)):
+        parser.add_argument(flag, choices=choices, help="as of generate; default: the profile's, which it must be")
     parser.add_argument("--prompt-len", type=int, metavar="N", help="tokens of a prompt (default: 1)")
     parser.add_argument("--length", type=int, metavar="N", help="tokens of a whole sequence, its prompt counted")
     parser.add_argument(
@@ -151,11 +168,13 @@ def run_plan(args: argparse.Namespace, argv: Sequence[str]) -> int:
         check_positive("--r-memory", args.r_memory)
     if args.json is not None:
         check_writable(args.json)
-    profile, model = load_profile(args.profile), find_shape(args.model)
+    profile = load_profile(args.profile)
+    asked = _run_config(args, profile)
+    model = find_shape(args.model, s_part=asked.s_part, trust_remote_code=asked.trust_remote_code)
     price_s, price_r = args.price or (None, None)
     wish = Wish(tuple(_lengths(args, 1)), args.latency_target, price_s, price_r, args.r_memory)
     schedules = SCHEDULES if args.schedule == "best" else (args.schedule,)
-    runs = [run_config(args, schedule=schedule, profile=None) for schedule in schedules]
+    runs = [dataclasses.replace(asked, schedule=schedule) for schedule in schedules]
     planners = [Planner(profile, model, run, wish) for run in runs]
     plans = [(planner, planner.plan(args.max_r_workers)) for planner in planners]
     planner, plan = min(plans, key=_rank)  # of about equal ones the plain
@@ -179,8 +198,9 @@ def run_simulate(args: argparse.Namespace, argv: Sequence[str]) -> int:
     from fastdecode_hpc.planner.text import describe_profile
 
     _check_simulate(args)
-    config = run_config(args, profile=None)
-    known, model = load_profile(args.profile), find_shape(args.model)
+    known = load_profile(args.profile)
+    config = _run_config(args, known)
+    model = find_shape(args.model, s_part=config.s_part, trust_remote_code=config.trust_remote_code)
     profile = _with_links(known, args)
     lengths = _lengths(args, args.num_sequences or 4 * config.max_batch_size)
     simulation = Simulation(
@@ -211,6 +231,13 @@ def run_simulate(args: argparse.Namespace, argv: Sequence[str]) -> int:
         write_json(args.json, {"profile": source, **told, "config": config.as_dict(), "figures": figures,
                                "shares": simulation.shares.ideal()})  # fmt: skip
     return 0
+
+
+def _run_config(args: argparse.Namespace, profile: Profile) -> RunConfig:
+    """The options of a run with the profile's S-Part; raises `ConfigError` where another one is asked for."""
+    profile.check_s_part({name: getattr(args, name) for name in profile.s_part_options})
+    given = {"schedule": RunConfig().schedule} if args.schedule == "best" else {}
+    return run_config(args, profile=None, **profile.s_part_options, **given)
 
 
 def _check_simulate(args: argparse.Namespace) -> None:

@@ -28,6 +28,8 @@ class SPartProfile:
     ----------
     name : str
         The device.
+    kind, weight_dtype : str
+        What computed the model, and the type of its matrices, as ``--s-part`` and ``--weight-dtype`` take them.
     layer : Curve
         Rows that are computed, padding counted, to seconds of both halves of a layer of the profile's model.
     launch_s : float
@@ -50,6 +52,8 @@ class SPartProfile:
 
     name: str
     layer: Curve
+    kind: str = "native"
+    weight_dtype: str = "auto"
     launch_s: float = 0.0
     head: Curve = field(default_factory=lambda: Curve((1.0,), (0.0,)))
     layer_tiles: tuple[int, ...] = ()
@@ -169,6 +173,27 @@ class Profile:
     def is_one_process(self) -> bool:
         """Whether both parts were measured on the same cores, where nothing overlaps."""
         return any(part.core_group == WITH_RANK_0 for part in self.r_parts)
+
+    @property
+    def s_part_options(self) -> dict[str, str]:
+        """Options of a run whose S-Part is the one that was measured."""
+        return {"s_part": self.s_part.kind, "weight_dtype": self.s_part.weight_dtype}
+
+    def check_s_part(self, asked: Mapping[str, str | None]) -> None:
+        """Raise unless these options of a run, None where one wasn't given, are of the S-Part that was measured.
+
+        Raises
+        ------
+        ConfigError
+            Naming the option, with the way out.
+        """
+        for name, measured in self.s_part_options.items():
+            if asked.get(name) not in (None, measured):
+                flag = f"--{name.replace('_', '-')}"
+                raise ConfigError(
+                    f"{flag} is {asked[name]}, and profile {self.name} was measured with {measured}; take a profile of "
+                    f"fastdecode calibrate {flag} {asked[name]}"
+                )
 
     def r_part(self, index: int) -> RPartProfile:
         """Of R-worker `index`, from 0."""

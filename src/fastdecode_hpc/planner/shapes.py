@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fastdecode_hpc.config import ConfigError, RunConfig
 from fastdecode_hpc.model_config import read_model_shape
 from fastdecode_hpc.model_files import resolve_model
 from fastdecode_hpc.model_shape import Experts, ModelConfig
@@ -27,12 +28,19 @@ SHAPES = {name: ModelConfig(*values) for name, values in _SHAPES.items()} | {
 }  # fmt: skip
 
 
-def find_shape(name: str) -> ModelConfig:
-    """The shape of a model that `resolve_model` finds, or of a well-known one.
+def find_shape(name: str, *, s_part: str = "native", trust_remote_code: bool = False) -> ModelConfig:
+    """The shape of a model that `resolve_model` finds, or of a well-known one, as a kind of S-Part has it.
 
     Raises
     ------
     ConfigError
         If there is none of this name, or it can't be read.
     """
+    if s_part != "native":
+        if name in SHAPES:
+            raise ConfigError(f"{name} is a shape of the native S-Part; with s_part {s_part!r} name a folder")
+        from fastdecode_hpc.s_part.kinds import find_kind  # torch: the model's code is run without weights
+
+        run = RunConfig(s_part=s_part, load_format="dummy", device="cpu", trust_remote_code=trust_remote_code)
+        return find_kind(run, resolve_model(name)).read_model()
     return SHAPES[name] if name in SHAPES else read_model_shape(resolve_model(name))

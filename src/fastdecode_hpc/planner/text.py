@@ -50,6 +50,9 @@ def describe_profile(profile: Profile, model: ModelConfig, num_workers: int, cha
     lines = [f"profile {profile.name}: {profile.source} figures"]
     if profile.source != MEASURED:
         lines += [f"  {note}" for note in profile.notes]
+    if profile.s_part_options != {name: getattr(RunConfig(), name) for name in profile.s_part_options}:
+        options = ", ".join(f"{name} {value}" for name, value in profile.s_part_options.items())
+        lines.append(f"  of an S-Part with {options}")
     if dataclasses.replace(model, num_layers=1) != dataclasses.replace(profile.model, num_layers=1):
         lines.append(
             "  of another model: scaled by the weights of a layer and of the head, and the bytes attention reads"
@@ -146,9 +149,19 @@ def command_lines(config: RunConfig, plan: Plan, model: str, threads: int) -> li
     where = f"FOLDER_OF_{model}" if model in SHAPES else model  # of a well-known shape there is nothing to load
     program = ["fastdecode", "generate", "--model", where, "--max-batch-size", str(best.batch_size)]
     defaults = RunConfig()
-    for name in ("kv_dtype", "wire_dtype", "num_slots", "max_prefill_tokens", "prefill_chunk_tokens"):
+    for name in (
+        "s_part",
+        "trust_remote_code",
+        "weight_dtype",
+        "kv_dtype",
+        "wire_dtype",
+        "num_slots",
+        "max_prefill_tokens",
+        "prefill_chunk_tokens",
+    ):
         if getattr(config, name) != getattr(defaults, name):
-            program += [f"--{name.replace('_', '-')}", str(getattr(config, name))]
+            value = getattr(config, name)
+            program += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     if config.schedule == "load-stabilizing":
         program += ["--schedule", config.schedule, "--start-interval", str(plan.start_interval)]
     program += ["--input", "prompts.jsonl", "--output", "completions.jsonl", "--report", "report.h5"]
@@ -163,7 +176,12 @@ def plan_as_dict(planner: Planner, plan: Plan, model: str) -> dict[str, Any]:
     """The plan as JSON has it; times in seconds."""
     profile = planner.profile
     return {
-        "profile": {"name": profile.name, "source": profile.source, "notes": list(profile.notes)},
+        "profile": {
+            "name": profile.name,
+            "source": profile.source,
+            **profile.s_part_options,
+            "notes": list(profile.notes),
+        },
         "model": model,
         "wish": _wish(planner),
         "schedule": planner.config.schedule,

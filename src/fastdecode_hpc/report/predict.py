@@ -65,6 +65,7 @@ def predicted_columns(report: Report, profile: Profile) -> dict[str, Floats]:
     """`PREDICTED_UNITS` for every row of ``/steps``."""
     told = TypedValues(report.path, report.attributes)
     model, config = model_of(told.inner("model_config")), _config(told.inner("config"))
+    profile.check_s_part({name: getattr(config, name) for name in profile.s_part_options})
     steps = replay(profile, model, config, _loads(report))
     return {
         "predicted_t_s_part": np.array([step.t_s_part for step in steps]),

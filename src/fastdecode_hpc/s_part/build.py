@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from fastdecode_hpc.config import ConfigError, RunConfig
-from fastdecode_hpc.host import format_bytes, keep_freed_memory
+from fastdecode_hpc.host import format_bytes, keep_freed_memory, return_freed_memory
 from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.s_part.model import SPart
 from fastdecode_hpc.s_part.products import pack_part
@@ -81,12 +81,13 @@ def build_native(
 
 @contextmanager
 def load_timed(progress: Callable[[int, int], None] | None) -> Iterator[Callable[[int, int], None]]:
-    """Around the loading of weights: says how long it took, and what was freed meanwhile is given back.
+    """Around the loading of weights: says how long it took, and what is freed meanwhile is given back at once.
 
     Gives what is to be called with bytes in place and their total: it passes them on, and says now and then how far it
     is.
     """
     started = told = time.perf_counter()
+    return_freed_memory()  # the weights as they were read
 
     def tell(done: int, total: int) -> None:
         nonlocal told
@@ -97,5 +98,5 @@ def load_timed(progress: Callable[[int, int], None] | None) -> Iterator[Callable
             logger.info("weights: %s of %s are in place", format_bytes(done), format_bytes(total))
 
     yield tell
-    keep_freed_memory()  # only now: the weights as they were read are given back
+    keep_freed_memory()
     logger.info("weights ready in %.1f s", time.perf_counter() - started)

@@ -19,6 +19,8 @@ from torch import Tensor
 from fastdecode_hpc.s_part import row_kernels
 
 PANEL, GROUP, SCALED = row_kernels.PANEL, row_kernels.INT8_GROUP, row_kernels.INT8_SCALED
+BLOCK_OUT = 128 * PANEL  # outputs whose values are quantised at once: what is made on the way is several times as large
+BLOCK_VALUES = 1 << 18  # dequantised at once
 
 
 class Int8Weight:
@@ -41,12 +43,8 @@ class Int8Weight:
         self.codes = torch.empty(self.num_in * padded, dtype=torch.int8)  # as kernels.h has them
         self.scales, self.offsets = torch.empty(2, -(-self.num_in // SCALED), padded)
         for inputs, target in self._groups():
-            values, count = weight[:, inputs].float(), inputs.stop - inputs.start
-            values = F.pad(values, (0, -count % SCALED, 0, padded - self.num_out)).unflatten(1, (-1, SCALED))
-            codes, scales, offsets = _quantise(values)
-            target.copy_(codes.flatten(1)[:, :count].unflatten(0, (-1, PANEL)).transpose(1, 2))
-            places = slice(inputs.start // SCALED, inputs.start // SCALED + values.shape[1])
-            self.scales[places], self.offsets[places] = scales.T, offsets.T
+            for first in range(0, padded, BLOCK_OUT):
+                self._put(weight[first : first + BLOCK_OUT, inputs].float(), first, inputs, target)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -85,7 +83,21 @@ class Int8Weight:
 
     def unpacked(self) -> Tensor:
         """The whole matrix, ``[out, in]`` float32."""
-        return self.rows(torch.arange(self.num_out))
+        out = torch.empty(self.num_out, self.num_in)
+        for numbers in torch.arange(self.num_out).split(max(1, BLOCK_VALUES // self.num_in)):
+            out[numbers[0] : numbers[-1] + 1] = self.rows(numbers)
+        return out
+
+    def _put(self, values: Tensor, first: int, inputs: slice, target: Tensor) -> None:
+        """Quantise some outputs' values of a group of inputs, ``[n, inputs]``; `first` is a multiple of `PANEL`."""
+        num_out, count = values.shape
+        values = F.pad(values, (0, -count % SCALED, 0, -num_out % PANEL)).unflatten(1, (-1, SCALED))
+        codes, scales, offsets = _quantise(values)
+        panels = codes.flatten(1)[:, :count].unflatten(0, (-1, PANEL)).transpose(1, 2)
+        target[first // PANEL : first // PANEL + len(panels)].copy_(panels)
+        places = slice(inputs.start // SCALED, inputs.start // SCALED + values.shape[1])
+        outputs = slice(first, first + len(values))
+        self.scales[places, outputs], self.offsets[places, outputs] = scales.T, offsets.T
 
     def _groups(self) -> Iterator[tuple[slice, Tensor]]:
         """Inputs of each group, and their codes ``[panels, inputs, 32]``."""

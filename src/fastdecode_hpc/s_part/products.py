@@ -11,7 +11,7 @@ weights stay as they are and `torch.nn.functional.linear` multiplies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -63,10 +63,8 @@ def look_up(numbers: Tensor, weight: Matrix) -> Tensor:
     return weight.rows(numbers) if isinstance(weight, Int8Weight) else F.embedding(numbers, weight)
 
 
-def unpacked(weight: Matrix | Sequence[Matrix]) -> Tensor:
-    """The weight itself, ``[out, in]``, or of experts ``[experts, out, in]``."""
-    if isinstance(weight, Sequence):
-        return torch.stack([unpacked(expert) for expert in weight])
+def unpacked(weight: Matrix) -> Tensor:
+    """The weight itself, ``[out, in]``."""
     if not isinstance(weight, Tensor):
         return weight.unpacked()
     return weight.to_dense() if weight.is_mkldnn else weight

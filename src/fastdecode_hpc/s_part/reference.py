@@ -30,7 +30,7 @@ class Reference:
     """A model, computed plainly on the device of an S-Part: in float32 where that can be made so, else in its own type.
 
     Beside that one's weights it needs memory for a sequence's hidden states and one layer's keys and values, and, where
-    the weights are of another type, for one layer and the head in float32.
+    the weights are of another type or packed, for the head and one layer in float32, of whose experts for one matrix.
 
     Parameters
     ----------

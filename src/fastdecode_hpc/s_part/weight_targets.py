@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from fastdecode_hpc.families.description import WeightNames
 from fastdecode_hpc.model_shape import ModelConfig
-from fastdecode_hpc.s_part.weight_tensors import LayerWeights, Weights
+from fastdecode_hpc.s_part.weight_tensors import LayerWeights, Weights, take_memory
 
 Order = Callable[[Tensor, int], Tensor]
 
@@ -29,11 +30,18 @@ def list_targets(config: ModelConfig, names: WeightNames, weights: Weights) -> l
 
 
 def list_by_part(
-    config: ModelConfig, names: WeightNames, weights: Weights
+    config: ModelConfig, names: WeightNames, weights: Weights, device: torch.device | None = None
 ) -> Iterator[tuple[Weights | LayerWeights, list[Target]]]:
-    """Those outside layers, with all weights, then those of each layer, with that layer."""
+    """Those outside layers, with all weights, then those of each layer, with that layer.
+
+    With `device`, a part gets memory there no sooner than it is asked for.
+    """
+    if device is not None:
+        take_memory(weights, device)
     yield weights, list(_outside(names, weights))
     for index, layer in enumerate(weights.layers):
+        if device is not None:
+            take_memory(layer, device)
         yield layer, list(_layer(config, names, names.prefix + names.layer.format(index), layer))
 
 

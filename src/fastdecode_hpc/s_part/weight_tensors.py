@@ -73,14 +73,24 @@ class Weights:
         return sum(t.numel() * t.element_size() if isinstance(t, Tensor) else t.nbytes for t in tensors)
 
 
-def allocate(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Weights:
-    """Weights without values; their memory is not touched yet."""
+def take_memory(part: Weights | LayerWeights, device: torch.device) -> None:
+    """Give the tensors of one part of `describe`'s weights memory on a device, without values."""
+    tied = part if isinstance(part, Weights) and part.lm_head is part.embedding else None
+    for name in part.__slots__:
+        if isinstance(tensor := getattr(part, name), Tensor) and not (tied and name == "lm_head"):
+            setattr(part, name, torch.empty_like(tensor, device=device))
+    if tied:
+        tied.lm_head = tied.embedding
+
+
+def describe(config: ModelConfig, dtype: torch.dtype) -> Weights:
+    """Weights whose tensors have types and shapes and no memory (torch's meta device)."""
     hidden, intermediate, width = config.hidden_size, config.intermediate_size, config.embedding_width
     experts = () if config.experts is None else (config.experts.count,)
     place = config.norm_place
 
     def empty(*shape: int) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
+        return torch.empty(shape, dtype=dtype, device="meta")
 
     def only(wanted: bool, *shape: int) -> Tensor | None:
         return empty(*shape) if wanted else None

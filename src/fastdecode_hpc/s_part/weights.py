@@ -1,16 +1,17 @@
 """A model's weights: a checkpoint, read tensor by tensor into fused tensors.
 
-Every byte goes from the file through one small buffer to its final place, so loading needs hardly more
-memory than the weights.
+Every byte goes from the file through one small buffer to its place, and a layer gets memory when it is read. So loading
+needs hardly more memory than the weights, and, where they are packed, the layer that is being packed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from fastdecode_hpc.config import ConfigError
 from fastdecode_hpc.families.description import WeightNames
@@ -23,7 +24,7 @@ from fastdecode_hpc.s_part.checkpoint import (
     read_model_config,
 )
 from fastdecode_hpc.s_part.weight_targets import Target, list_by_part, list_targets
-from fastdecode_hpc.s_part.weight_tensors import LayerWeights, Weights, allocate
+from fastdecode_hpc.s_part.weight_tensors import LayerWeights, Weights, describe
 
 __all__ = [
     "LayerWeights",
@@ -61,7 +62,8 @@ def load_weights(
     progress : callable, optional
         Called after every tensor with the bytes of weights in place and their total.
     finish : callable, optional
-        Called with all weights once those outside layers are there, then with each layer; may replace their tensors.
+        Called with all weights once those outside layers are there, then with each layer, before memory for the next is
+        taken; may replace their tensors.
 
     Raises
     ------
@@ -72,16 +74,16 @@ def load_weights(
     names = checkpoint.names_of(BY_NAME[config.architecture])
     present = {name for name in checkpoint.shapes if not _is_ignored(name, names, config, first_layers)}
     # Before memory is taken: what the files hold bounds it, whatever sizes the configuration claims.
-    wanted = list_targets(config, names, allocate(config, dtype, torch.device("meta")))
-    _check_names(path, checkpoint, present, wanted)
-    weights = allocate(config, dtype, device)
+    weights = describe(config, dtype)
+    _check_names(path, checkpoint, present, list_targets(config, names, weights))
     done_bytes, total_bytes = 0, weights.size_bytes
-    for part, targets in list_by_part(config, names, weights):
+    for part, targets in list_by_part(config, names, weights, device):
         for target in targets:
             _fill(target, checkpoint)
             done_bytes += target.place.numel() * target.place.element_size()
             if progress is not None:
                 progress(done_bytes, total_bytes)
+        del target, targets  # they hold what is replaced
         if finish is not None:
             finish(part)
     return weights
@@ -99,11 +101,12 @@ def dummy_weights(
 
     `finish` is as for `load_weights`.
     """
-    weights = allocate(config, dtype, device)
+    weights = describe(config, dtype)
     generator = torch.Generator(device).manual_seed(seed)
-    for part, targets in list_by_part(config, BY_NAME[config.architecture].names, weights):
+    for part, targets in list_by_part(config, BY_NAME[config.architecture].names, weights, device):
         for target in targets:
             _fill_randomly(target, config, generator)
+        del target, targets
         if finish is not None:
             finish(part)
     return weights
@@ -158,12 +161,18 @@ def _list_names(problem: str, names: list[str]) -> str:
 
 def _fill(target: Target, checkpoint: Checkpoint) -> None:
     """Read one tensor into its place, some rows at a time."""
-    place, num_rows = target.place, math.prod(target.shape[:-1])
-    if len(target.shape) == 1:
-        place = place[None]
-    rows_per_part = num_rows // place.shape[0]
-    step = max(1, _CHUNK_BYTES // (4 * place[0].numel()))
-    for first in range(0, place.shape[0], step):
-        part = place[first : first + step]
-        rows = checkpoint.read(target.name, first * rows_per_part, part.shape[0] * rows_per_part)
-        part.copy_(rows.view(part.shape))
+    first, num_columns = 0, target.shape[-1]
+    for part in _pieces(target.place if len(target.shape) > 1 else target.place[None], num_columns):
+        num_rows = part.numel() // num_columns
+        part.copy_(checkpoint.read(target.name, first, num_rows).view(part.shape))
+        first += num_rows
+
+
+def _pieces(place: Tensor, num_columns: int) -> Iterator[Tensor]:
+    """A place cut into small pieces of whole rows of its file, in that one's order."""
+    size = place[0].numel()
+    if size > max(num_columns, _CHUNK_BYTES // 4):  # such as one expert
+        for part in place:
+            yield from _pieces(part, num_columns)
+    else:
+        yield from place.split(max(1, _CHUNK_BYTES // (4 * size)))
