@@ -8,6 +8,8 @@ import math
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 
+import numpy as np
+
 from fastdecode_hpc.config import DTYPE_BYTES, ConfigError, RunConfig
 from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.planner.costs import Costs, transfer_ratio
@@ -181,6 +183,13 @@ class Planner:
         costs = Costs(self.profile, self.model, self.config, num_workers=choice.num_workers)
         return costs.shares(choice.batch_size / self.config.num_slots, self.mean_context)
 
+    def sequences(self, choice: Choice) -> dict[int, int]:
+        """How many each R-worker gets of the batch, by rank."""
+        costs = Costs(self.profile, self.model, self.config, num_workers=choice.num_workers)
+        room = self.room(choice.num_workers)
+        dealt = costs.deal_batch(choice.batch_size, self.config.num_slots, self.mean_context, room)
+        return dict(zip(costs.owners, np.sum(dealt, axis=0).tolist(), strict=True))
+
     @property
     def mean_context(self) -> float:
         """Tokens that a row reads, over its life."""
@@ -188,7 +197,7 @@ class Planner:
 
     def choose(self, num_workers: int) -> Choice | None:
         """The best batch for so many R-workers; None if not one sequence fits."""
-        by_memory = self.sequences_that_fit(num_workers)
+        by_memory = sum(self.room(num_workers))
         if not by_memory:
             return None
         # Beyond the rows that were measured nobody knows what the S-Part takes.
@@ -208,10 +217,10 @@ class Planner:
         why = "KV memory" if by_memory <= known else "rows measured"
         return dataclasses.replace(chosen, limited_by=why if len(in_time) == len(tried) else "latency target")
 
-    def sequences_that_fit(self, num_workers: int) -> int:
-        """Sequences whose longest cache the R-workers can hold, as admission counts them."""
+    def room(self, num_workers: int) -> list[int]:
+        """Sequences whose longest cache each R-worker can hold, as admission counts them."""
         need = self.layout.bytes_for(self.wish.length + 1)
-        return sum(int(self._kv_bytes(worker) // need) for worker in range(num_workers))
+        return [int(self._kv_bytes(worker) // need) for worker in range(num_workers)]
 
     def gpu_only(self) -> GpuOnly | None:
         """What an engine would give that keeps the cache on the device."""
@@ -266,6 +275,7 @@ class Planner:
             num_workers=num_workers,
             batch_size=batch_size,
             context_len=self.mean_context if context is None else context,
+            room=self.room(num_workers),
             prefill_s=batch_size / self._steps * self._prompt_s,
         )
 

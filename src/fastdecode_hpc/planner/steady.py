@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -50,19 +51,22 @@ def steady_step(
     num_workers: int,
     batch_size: int,
     context_len: float,
+    room: Sequence[int] | None = None,
     prefill_s: float = 0.0,
 ) -> SteadyStep:
     """A step of `batch_size` sequences with `context_len` tokens each, the newest counted.
 
     Parameters
     ----------
+    room : sequence of int, optional
+        As of `Costs.deal_batch`.
     prefill_s : float
         What the S-worker spends on prompts in a step.
     """
     few, more = (min(layers, model.num_layers) for layers in WALKED_LAYERS)
-    step = _walk(profile, replace(model, num_layers=more), config, num_workers, batch_size, context_len)
+    step = _walk(profile, replace(model, num_layers=more), config, num_workers, batch_size, context_len, room)
     if more < model.num_layers:
-        less = _walk(profile, replace(model, num_layers=few), config, num_workers, batch_size, context_len)
+        less = _walk(profile, replace(model, num_layers=few), config, num_workers, batch_size, context_len, room)
         step = _extrapolate(less, step, (model.num_layers - more) / (more - few))
     return SteadyStep(
         # Prompts are computed between stages: they cost what the S-Part has not idled anyhow.
@@ -79,13 +83,20 @@ def _extrapolate(less: SteadyStep, more: SteadyStep, factor: float) -> SteadySte
 
 
 def _walk(
-    profile: Profile, model: ModelConfig, config: RunConfig, num_workers: int, batch_size: int, context_len: float
+    profile: Profile,
+    model: ModelConfig,
+    config: RunConfig,
+    num_workers: int,
+    batch_size: int,
+    context_len: float,
+    room: Sequence[int] | None,
 ) -> SteadyStep:
     costs = Costs(profile, model, config, num_workers=num_workers)
     clock = PipelineClock(profile, num_workers=num_workers, num_slots=config.num_slots)
     walk = Walk(costs, clock, num_slots=config.num_slots)
-    rows = [(batch_size + slot) // config.num_slots for slot in range(config.num_slots)]
-    slots = [costs.even_slot_times(count, context_len) if count else None for count in rows]
+    dealt = costs.deal_batch(batch_size, config.num_slots, context_len, room)
+    rows = [int(counts.sum()) for counts in dealt]
+    slots = [costs.even_slot_times(counts, context_len) if counts.any() else None for counts in dealt]
     begun: list[float] = []
     for stage in pipeline(model.num_layers, config.num_slots):
         if stage.layer == 0:
