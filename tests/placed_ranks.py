@@ -15,7 +15,7 @@ X86 = ("scalar", "avx2")
 
 def hello(rank: int, *, name: str = "n0", cores=(0, 1, 2, 3), threads: int | None = None, isas=X86, memory=10 * GIB):
     info = HostInfo(name, 100 + rank, tuple(cores), memory, 0.5)
-    return Hello(rank, info, Launch("none"), threads, () if rank == 0 else isas, __version__)
+    return Hello(rank, info, Launch("none"), threads, isas, __version__)
 
 
 def rank(number: int, **changes) -> RankSetup:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from fastdecode_hpc.affinity import Cores, num_usable_cores
 from fastdecode_hpc.host import format_bytes, format_cores, format_ranks
-from fastdecode_hpc.setup import Hello, Place, RankSetup
+from fastdecode_hpc.setup import Hello, Place, RankSetup, best_isa
 
 HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
 
@@ -91,6 +91,25 @@ def unlike_ranks(hellos: Sequence[Hello]) -> list[Advice]:
     return [
         *unlike("fastdecode", versions, hosts, "Install one version everywhere"),
         *unlike("the MPI library", libraries, hosts, "Use one environment, or MPI module, on all nodes"),
+    ]
+
+
+def lowered_isa(ranks: Sequence[RankSetup], hellos: Sequence[Hello]) -> list[Advice]:
+    """Which ranks compute with a slower instruction set than they have, for the sake of others."""
+    faster: dict[str, list[Place]] = {}
+    for rank, hello in zip(ranks, hellos, strict=True):
+        if rank.isa is not None and rank.isa != (best := best_isa(hello.isas)):
+            faster.setdefault(best, []).append(rank)
+    if not faster:
+        return []
+    common = next(rank.isa for rank in ranks if rank.isa is not None)
+    could = ", ".join(f"{_names(places)} ({_where(places[0])}) {best}" for best, places in sorted(faster.items()))
+    return [
+        Advice(
+            f"all ranks compute with {common}, the best instruction set that all of them have; alone could use {could}",
+            "Take nodes of one kind (sbatch --constraint), or --isa-per-rank where a row's bits may depend on where it "
+            "was computed",
+        )
     ]
 
 

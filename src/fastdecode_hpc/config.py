@@ -256,7 +256,7 @@ class RunConfig:
         None, "instruction set of the kernels; default: FASTDECODE_ISA, or the best that all ranks have",
         choices=("scalar", "avx2", "avx512", "avx512bf16", "neon"),
     )  # fmt: skip
-    isa_per_rank: bool = _option(False, "let each R-worker use its own best instruction set")
+    isa_per_rank: bool = _option(False, "let each rank use its own best instruction set")
     batch_invariant: bool | None = _option(
         None, "make a row's bits independent of its batch; default: on for a native S-Part on a CPU"
     )

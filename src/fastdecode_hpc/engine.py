@@ -200,7 +200,7 @@ class Engine:
         device, known = choose_device(run.device).type, self._kind.weights_bytes(model)
         passing = passing_on_host(run, model, device, known, verifies=self._verifies)
         on_host = weights_on_host(run, model, device, known)
-        setup = decide_setup(run, model, hellos, weights_bytes=on_host, passing_bytes=passing)
+        setup = decide_setup(run, model, hellos, weights_bytes=on_host, passing_bytes=passing, device=device)
         if run.profile is not None:
             from fastdecode_hpc.planner.start import start_costs
 
@@ -265,6 +265,10 @@ class Engine:
 
     def _settle(self) -> ThreadCores | ConfigError:
         """Make the KV partition and bind its threads; the cores that each may run on, or what is wrong."""
+        if self.me.isa is not None:
+            from fastdecode_hpc.isa import select_isa
+
+            select_isa(self.me.isa)
         try:
             self._make_partition()
         except ConfigError as error:
@@ -273,14 +277,10 @@ class Engine:
 
     def _make_partition(self) -> None:
         if not self.me.num_blocks:
-            self._follow_isa()
             return
-        from fastdecode_hpc.isa import select_isa
         from fastdecode_hpc.r_part.attention import DecodeAttention
         from fastdecode_hpc.r_part.kv_cache import KVPartition
 
-        assert self.me.isa is not None
-        select_isa(self.me.isa)
         try:
             self._partition = KVPartition(self.setup.layout, self.me.num_blocks, num_threads=self.me.threads)
         except (MemoryError, OSError) as error:
@@ -291,14 +291,6 @@ class Engine:
             wire_dtype=self.run_config.wire_dtype,
             num_threads=self.me.threads,
         )
-
-    def _follow_isa(self) -> None:
-        """Prompts' attention on the S-worker's CPU has the bits of one process, where it has the R-workers' ISA."""
-        from fastdecode_hpc.isa import available_isas, select_isa
-
-        isas = {self.setup.ranks[owner].isa for owner in self.setup.owners}
-        if len(isas) == 1 and (isa := isas.pop()) in available_isas():
-            select_isa(isa)
 
     def _no_room(self, error: Exception) -> str:
         layout, blocks = self.setup.layout, self.me.num_blocks
@@ -498,7 +490,7 @@ class Engine:
 
 
 def _available_isas() -> tuple[str, ...]:
-    """Instruction sets that this rank may use: all it has, or the one that ``FASTDECODE_ISA`` forces."""
+    """Instruction sets that this rank's kernels may use: all it has, or the one that ``FASTDECODE_ISA`` forces."""
     from fastdecode_hpc.isa import ISA_VARIABLE, active_isa, available_isas
 
     return (active_isa(),) if os.environ.get(ISA_VARIABLE) else available_isas()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from fastdecode_hpc.affinity import pin_plan
@@ -26,9 +27,10 @@ class Hello:
     host: HostInfo
     launch: Launch
     threads: int | None  # asked for by flag or environment
-    isas: tuple[str, ...]  # of the kernels; empty where none run
+    isas: tuple[str, ...]  # of its kernels
     version: str
     error: str | None = None
+    isa_error: str | None = None  # why it has none of those
     binding: str = ""  # what the environment tells OpenMP about binding threads
     library: str = ""  # of MPI; empty: one process without it
 
@@ -64,7 +66,7 @@ class Place:
 class RankSetup(Place):
     """What rank 0 has decided for one rank."""
 
-    isa: str | None
+    isa: str | None  # of its kernels; None: they attend to nothing
     kv_bytes: int
     num_blocks: tuple[int, ...]
     wait: str  # spin | sleep
@@ -105,7 +107,13 @@ class Setup:
 
 
 def decide_setup(
-    run: RunConfig, model: ModelConfig, hellos: list[Hello], *, weights_bytes: int, passing_bytes: int = 0
+    run: RunConfig,
+    model: ModelConfig,
+    hellos: list[Hello],
+    *,
+    weights_bytes: int,
+    passing_bytes: int = 0,
+    device: str = "cpu",
 ) -> Setup:
     """Rank 0's decision for all ranks; pure.
 
@@ -115,6 +123,8 @@ def decide_setup(
         Memory of the weights on rank 0's host (0 where they go to a GPU).
     passing_bytes : int
         What they need there beside it for a time (`passing_on_host`).
+    device : str
+        Of the S-Part. On a CPU the attention of prompts is rank 0's kernels' work.
 
     Raises
     ------
@@ -136,9 +146,9 @@ def decide_setup(
     max_context_len = choose_max_context_len(run, model)
     _check_buffers(run, model, hellos[0])
     _check_model(model, hellos[0], weights_bytes, passing_bytes, max_context_len)
-    common = best_common_isa(run, hellos)
+    isas = choose_isas(run, [hello for hello in hellos if device == "cpu" or place_of(hello, hellos).holds_kv])
     taken = weights_bytes + passing_bytes
-    ranks = tuple(_decide_rank(run, hello, hellos, layout, max_context_len, common, taken) for hello in hellos)
+    ranks = tuple(_decide_rank(run, hello, hellos, layout, max_context_len, isas, taken) for hello in hellos)
     return Setup(model, layout, max_context_len, ranks)
 
 
@@ -194,7 +204,7 @@ def _decide_rank(
     hellos: list[Hello],
     layout: KVLayout,
     max_context_len: int,
-    common_isa: str,
+    isas: Mapping[int, str],
     weights_bytes: int,
 ) -> RankSetup:
     place = place_of(hello, hellos)
@@ -203,12 +213,9 @@ def _decide_rank(
     cores = {core for other in neighbours for core in other.host.cores}
     num_threads = sum(threads_of(other, hellos) for other in neighbours)
     kv_bytes = kv_budget(run, hello, hellos, weights_bytes) if holds_kv else 0
-    isa = None
-    if holds_kv:
-        isa = best_isa(hello.isas) if run.isa_per_rank and run.isa is None else common_isa
     return RankSetup(
         **{spec.name: getattr(place, spec.name) for spec in fields(place)},
-        isa=isa,
+        isa=isas.get(hello.rank),
         kv_bytes=kv_bytes,
         num_blocks=_blocks(run, layout, kv_bytes, max_context_len, hello) if holds_kv else (),
         wait=run.wait if run.wait != "auto" else ("spin" if num_threads <= len(cores) else "sleep"),
@@ -287,26 +294,36 @@ def best_isa(isas: tuple[str, ...]) -> str:
     return next(isa for isa in ISAS_BEST_FIRST if isa in isas)
 
 
-def best_common_isa(run: RunConfig, hellos: list[Hello]) -> str:
-    """The instruction set that all R-workers use: one row has the same bits on each of them.
+def choose_isas(run: RunConfig, attending: Sequence[Hello]) -> dict[int, str]:
+    """The instruction set of each rank whose kernels attend, by rank.
+
+    It is one for all of them, unless each is to use its own best: a row then has the same bits wherever it is computed.
 
     Raises
     ------
     ConfigError
-        If a rank lacks the one asked for.
+        If a rank lacks the one asked for, or has none that it may use.
     """
-    workers = [hello for hello in hellos if hello.isas]
-    if run.isa is not None:
-        for hello in workers:
-            if run.isa not in hello.isas:
-                raise ConfigError(
-                    f"rank {hello.rank} on {hello.host.host} has no {run.isa}; it has {', '.join(hello.isas)}"
-                )
-        return run.isa
-    common = set.intersection(*(set(hello.isas) for hello in workers))
+    for hello in attending:
+        if hello.isa_error is not None:
+            raise ConfigError(hello.isa_error)
+        if run.isa is not None and run.isa not in hello.isas:
+            raise ConfigError(
+                f"rank {hello.rank} on {hello.host.host} has no {run.isa}; it has {', '.join(hello.isas)}: name one "
+                "that all ranks have, or leave --isa out"
+            )
+    if run.isa is None and run.isa_per_rank:
+        return {hello.rank: best_isa(hello.isas) for hello in attending}
+    return dict.fromkeys((hello.rank for hello in attending), run.isa or _best_common_isa(attending))
+
+
+def _best_common_isa(hellos: Sequence[Hello]) -> str:
+    common = set.intersection(*(set(hello.isas) for hello in hellos))
     if not common:
-        offers = "; ".join(f"rank {hello.rank}: {', '.join(hello.isas)}" for hello in workers)
-        raise ConfigError(f"the R-workers have no instruction set in common ({offers}); set FASTDECODE_ISA alike")
+        offers = "; ".join(f"rank {hello.rank}: {', '.join(hello.isas)}" for hello in hellos)
+        raise ConfigError(
+            f"the ranks have no instruction set in common ({offers}); set FASTDECODE_ISA alike, or give --isa-per-rank"
+        )
     return best_isa(tuple(common))
 
 

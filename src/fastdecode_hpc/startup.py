@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fastdecode_hpc import __version__, host
-from fastdecode_hpc.advice import ThreadCores, placement_advice, placement_faults, unlike_ranks
+from fastdecode_hpc.advice import ThreadCores, lowered_isa, placement_advice, placement_faults, unlike_ranks
 from fastdecode_hpc.affinity import binding_asked, is_pinned
 from fastdecode_hpc.config import ConfigError, RunConfig
 from fastdecode_hpc.launch import Launch, batch_scheduler, check_world
@@ -52,7 +52,7 @@ def agree(
     Parameters
     ----------
     isas : callable
-        Instruction sets of this rank's kernels; called where kernels will run.
+        Instruction sets that this rank's kernels may use.
     decide : callable
         Run on rank 0 only.
 
@@ -87,6 +87,9 @@ def _take(world: World, answer: Setup | ConfigError | Dismissed) -> Setup:
 def _decide(run: RunConfig, decide: Callable[[list[Hello]], Setup], hellos: list[Hello]) -> Setup:
     setup = decide([_checked(hello) for hello in hellos])
     accept_places(run, setup)
+    if run.isa is None:
+        for advice in lowered_isa(setup.ranks, hellos):
+            logger.warning("%s", advice)
     return setup
 
 
@@ -160,16 +163,19 @@ def say_hello(
 ) -> Hello:
     """What this rank has; what is wrong with it is in the answer."""
     rank = world.rank if world is not None else 0
-    has_kernels = world is None or not world.is_s_rank
-    info, threads, error = host.look(), None, None
+    info, threads = host.look(), None
     found: tuple[str, ...] = ()
+    error = isa_error = None
     try:
         threads = host.asked_threads(threads_flag, info)
-        found = isas() if has_kernels else ()
     except ConfigError as problem:
         error = f"rank {rank} on {info.host}: {problem}"
+    try:
+        found = isas()
+    except ConfigError as problem:  # a mistake only where kernels will attend
+        isa_error = f"rank {rank} on {info.host}: {problem}"
     return Hello(
-        rank, info, launched, threads, found, __version__, error, binding_asked(os.environ), _library(world)
+        rank, info, launched, threads, found, __version__, error, isa_error, binding_asked(os.environ), _library(world)
     )  # fmt: skip
 
 

@@ -1,8 +1,9 @@
-"""Runs the same prompts under several configurations on the ranks it is started with; rank 0 writes tokens as JSON.
+"""Runs the same prompts under several configurations on the ranks it is started with; rank 0 writes results as JSON.
 
 Usage: identity_program.py CHECKPOINT PROMPTS.json OUTPUT.json CONFIG.json
 """
 
+import dataclasses
 import json
 import random
 import sys
@@ -28,7 +29,12 @@ def main() -> None:
         shuffled = random.Random(number).sample(requests, len(requests))
         done = engine.generate(shuffled)
         results[json.dumps(options, sort_keys=True)] = {
-            completion.request.index: [completion.token_ids, completion.finish_reason, completion.error]
+            completion.request.index: [
+                completion.token_ids,
+                completion.finish_reason,
+                completion.error,
+                [dataclasses.astuple(one) for one in completion.logprobs or ()],
+            ]
             for completion in done
         }
     if engine.is_s_rank:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fastdecode_hpc.isa import available_isas
 from launching import run_ranks
 from tiny_models import load_reference, make_checkpoint, mixed_requests, reference_logits
 
@@ -33,7 +34,10 @@ def case(request, tmp_path_factory) -> tuple[Path, Path, dict]:
     folder = tmp_path_factory.mktemp(request.param)
     checkpoint = make_checkpoint(folder / "model", request.param)
     prompts = folder / "prompts.json"
-    prompts.write_text(json.dumps(mixed_requests()))
+    requests = mixed_requests()
+    for request in requests:
+        request["params"]["logprobs"] = 1  # which show bits that no token tells
+    prompts.write_text(json.dumps(requests))
     return checkpoint, prompts, run(1, checkpoint, prompts, folder, [{"prefill_chunk_tokens": 32}])[0]
 
 
@@ -67,9 +71,19 @@ def test_tokens_of_quantised_caches_do_not_depend_on_ranks_or_batch(case, tmp_pa
     assert alone[1::2] == alone[::2]  # small and large batches
     for result in alone:
         assert len(result) == 40
-        assert all(error is None for _, _, error in result.values())
+        assert all(error is None for _, _, error, _ in result.values())
     if not has_window:  # else only recent tokens are seen, which are kept as they came
         assert alone[0] != alone[2]  # int8, int4: codes were read
+
+
+def test_bits_are_those_of_the_instruction_set_whatever_the_ranks(case, tmp_path: Path) -> None:
+    """Prompts' attention on an S-worker of its own is as it is in one process."""
+    checkpoint, prompts, expected = case
+    configs = [{"isa": isa} for isa in available_isas()]
+    alone, spread = (run(ranks, checkpoint, prompts, tmp_path, configs) for ranks in (1, 3))
+    assert alone == spread
+    assert alone[-1] == expected  # the best is the default
+    assert len(configs) == 1 or alone[0] != expected  # scalar: bits tell which one it was
 
 
 def penalised(logits: torch.Tensor, tokens: list[int], params: dict) -> torch.Tensor:
@@ -89,7 +103,7 @@ def test_greedy_rows_are_those_of_transformers(case) -> None:
     checkpoint, prompts, results = case
     model = load_reference(checkpoint)
     for request in json.loads(prompts.read_text()):
-        tokens, reason, error = results[str(request["index"])]
+        tokens, reason, error, _ = results[str(request["index"])]
         assert error is None
         assert len(tokens) == request["params"]["max_new_tokens"] or reason == "stop"
         if "temperature" not in request["params"]:

@@ -21,9 +21,9 @@ OPEN_MPI = dataclasses.replace(MPICH, library="Open MPI v5.0.11")
 
 def facts(rank: int = 0, **changes) -> Facts:
     """A rank of which nothing is wrong: one process, or one of those that srun started on hosts of their own."""
-    told = dataclasses.replace(hello(rank, name=f"n{rank}"), isas=("scalar", "avx2"))
     well = Facts(
-        hello=told, launch=Launch("none"), python="3.11.7", executable="/v/bin/python", mpi=MPICH, slurm=Slurm(),
+        hello=hello(rank, name=f"n{rank}"), holds_kv=True, launch=Launch("none"),
+        python="3.11.7", executable="/v/bin/python", mpi=MPICH, slurm=Slurm(),
         isa="avx2", openmp=("/usr/lib/libgomp.so.1",), huge_share=1.0, memory_limits={"the host": 99 * GIB},
         memlock_bytes=-1, has_fast_network=True, shm_bytes=GIB, can_read_peers=True, gpu=Gpu(torch="2.9"),
         folder="/out", write_error="", lock_error="",
@@ -91,11 +91,11 @@ def test_a_fault_is_told_with_its_way_out(check: str, verdict: str, text: str, f
 
 
 def test_what_is_not_there_is_not_judged() -> None:
-    """No MPI asked for, no kernels on this rank, no fast network, no torch."""
+    """No MPI asked for, no kernels at work on this rank, no fast network, torch not looked at again."""
     without = {"mpi": None, "gpu": None, "huge_share": None, "write_error": None, "lock_error": None}
     bare = facts(**without, has_fast_network=False, memlock_bytes=0, shm_bytes=0)
-    bare = dataclasses.replace(bare, hello=dataclasses.replace(bare.hello, isas=()))
-    assert [one.check for one in examine(bare)] == ["program", "OpenMP", "cores", "NUMA", "memory"]
+    left = ["program", "kernels", "OpenMP", "cores", "NUMA", "memory"]
+    assert [one.check for one in examine(bare)] == left
 
 
 def test_a_gpu_that_torch_does_not_see_is_no_gpu() -> None:
@@ -136,11 +136,10 @@ def test_the_plugins_of_slurm_are_read() -> None:
 
 
 def ranks(count: int) -> list[Facts]:
-    """As srun starts them on hosts of their own; the first one has no kernels."""
+    """As srun starts them on hosts of their own; the first one holds no KV."""
     mpi, step = dataclasses.replace(MPICH, world_size=count), Slurm("pmi2")
     everyone = [facts(rank, launch=Launch("srun", rank, count), mpi=mpi, slurm=step) for rank in range(count)]
-    first = dataclasses.replace(everyone[0].hello, isas=())
-    return [dataclasses.replace(everyone[0], hello=first, isa="", huge_share=None), *everyone[1:]]
+    return [dataclasses.replace(everyone[0], holds_kv=False, huge_share=None), *everyone[1:]]
 
 
 def test_many_ranks_that_are_well_have_one_line_a_check() -> None:
@@ -179,9 +178,20 @@ def test_ranks_that_differ_are_told_what_and_where() -> None:
     for words in (
         "rank 3 (n3) has 0.0.9",
         "rank 3 (n3) has 3.12.1",
-        "rank 1 on n1 has scalar avx2, rank 3 (n3) has scalar",
+        "rank 0 on n0 has scalar avx2, rank 3 (n3) has scalar",
     ):
         assert words in texts
+
+
+@pytest.mark.parametrize(("gpu", "is_told"), [(Gpu(torch="2.9"), True), (Gpu("H200", 141 * GIB, "2.9"), False)])
+def test_kernels_of_an_s_worker_count_where_they_attend_prompts(gpu: Gpu, is_told: bool) -> None:
+    """On a GPU it may have an older processor, or FASTDECODE_ISA be one for the R-workers alone."""
+    first, *others = ranks(3)
+    old = dataclasses.replace(first, gpu=gpu, isa="", hello=dataclasses.replace(first.hello, isas=("scalar",)))
+    assert (checks.kernels(old) is not None) == is_told
+    told = [one.text for one in judge([old, *others]) if one.verdict == WARNING]
+    assert bool(told) == is_told
+    assert not is_told or "rank 0 on n0 has scalar, ranks 1-2 (n1, n2) have scalar avx2" in told[0]
 
 
 def test_bad_places_are_a_problem_where_a_job_would_be_refused() -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import shlex
 import subprocess
 import sys
 
@@ -11,13 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fastdecode_hpc.cli import run_command
 from fastdecode_hpc.config import ConfigError, RunConfig, kv_token_bytes
 from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.planner.clock import PipelineClock
 from fastdecode_hpc.planner.costs import Costs, transfer_ratio
 from fastdecode_hpc.planner.curve import Curve
 from fastdecode_hpc.planner.lengths import Lengths, read_lengths
-from fastdecode_hpc.planner.plan import Planner, Wish
+from fastdecode_hpc.planner.plan import Plan, Planner, Wish
 from fastdecode_hpc.planner.profile import (
     PROFILES,
     WITH_RANK_0,
@@ -32,9 +34,13 @@ from fastdecode_hpc.planner.profile import (
 from fastdecode_hpc.planner.replay import StepLoad, replay
 from fastdecode_hpc.planner.shapes import SHAPES
 from fastdecode_hpc.planner.simulate import Simulation
+from fastdecode_hpc.planner.start import start_costs
+from fastdecode_hpc.planner.text import format_plan, plan_as_dict
 from fastdecode_hpc.schedule.bound import StageTimes, best_step_time
 from fastdecode_hpc.schedule.kv_layout import make_layout
 from fastdecode_hpc.schedule.pipeline import pipeline
+from fastdecode_hpc.schedule.placement import Placement
+from fastdecode_hpc.sequence import SamplingParams, Sequence
 
 MODEL = ModelConfig(100, 64, 128, num_layers=6, num_heads=4, num_kv_heads=2, head_dim=16, max_context_len=4096)
 PAPER = load_profile("a10-epyc7452")
@@ -147,13 +153,51 @@ def test_transfer_ratio_is_half_the_context_for_plain_heads():
 
 def test_the_published_profile_gives_the_papers_tables():
     costs = Costs(PAPER, SHAPES["llama-2-7b"], RunConfig(), num_workers=4)
-    times = costs.even_slot_times(1024, 256)
+    times = costs.even_slot_times(costs.deal_rows(1024, 256), 256)
     assert times.s_layer == pytest.approx(7.08e-3)  # Table 2
     assert times.r_layers[0] == pytest.approx([8.12e-3] * 4, rel=0.01)
     assert times.qkv_bytes.sum() + times.out_bytes.sum() == pytest.approx(33.5e6, rel=0.01)  # Table 3
-    one = costs.even_slot_times(1, 256)
+    one = costs.even_slot_times(costs.deal_rows(1, 256), 256)
     assert one.s_layer == pytest.approx(1.46e-3)
     assert one.r_layers[0].max() == pytest.approx(0.287e-3, rel=0.1)
+
+
+@pytest.mark.parametrize("full_layers", [(), (0,), (0, 2, 4)])
+@pytest.mark.parametrize("kv_dtype", ["fp16", "int8"])
+def test_layers_with_a_window_cost_what_they_read_of_a_long_context(full_layers, kv_dtype):
+    """A slow link beside a slow socket: which of them counts for more depends on what attention reads."""
+    model = dataclasses.replace(MODEL, sliding_window=256, full_layers=full_layers)
+    rates = [{kv_dtype: KVRates(speed)} for speed in (1e9, 2.5e8)]
+    links = [{"link_bytes_per_s": 1e8}, {"link_bytes_per_s": 1e9}]
+    parts = [RPartProfile("cpu", rate, **link) for rate, link in zip(rates, links, strict=True)]
+    profile = dataclasses.replace(make_profile(), r_parts=tuple(parts))
+    costs = Costs(profile, model, RunConfig(kv_dtype=kv_dtype), num_workers=2)
+    assert costs.read_len(4096) == ((6 - len(full_layers)) * 256 + len(full_layers) * 4096) / 6
+
+    def seconds(rows: list[int]) -> float:
+        times = costs.even_slot_times(np.array(rows), 4096)
+        attention = sum(
+            len(group.layers) * own for group, own in zip(costs.layout.main_groups, times.r_layers, strict=True)
+        )
+        link = np.array([own["link_bytes_per_s"] for own in links])
+        return float((attention + model.num_layers * (times.qkv_bytes + times.out_bytes) / link).max())
+
+    best = min(range(101), key=lambda first: seconds([first, 100 - first]))
+    assert abs(costs.deal_rows(100, 4096)[0] - best) <= 1
+    assert costs.shares(100, 4096).ideal()[1] == pytest.approx(best / 100, abs=0.01)
+    one = sum(cost.row_s + costs.read_len(4096) * cost.token_s for cost in costs.worker_costs()[:1])
+    assert one == pytest.approx(seconds([1, 0]))
+
+
+def test_a_long_context_of_windows_is_dealt_out_as_a_short_one():
+    profile = unlike_profile((1e9, 1e9), (2.5e8, 1e9))
+    slow = dataclasses.replace(profile.r_parts[0], link_bytes_per_s=1e8)
+    profile = dataclasses.replace(profile, r_parts=(slow, profile.r_parts[1]))
+    windowed = Costs(profile, dataclasses.replace(MODEL, sliding_window=256), RunConfig(), num_workers=2)
+    plain = Costs(profile, MODEL, RunConfig(), num_workers=2)
+    assert windowed.worker_costs() == plain.worker_costs()
+    assert windowed.deal_rows(100, 4096).tolist() == plain.deal_rows(100, 256).tolist()
+    assert windowed.deal_rows(100, 4096).tolist() != plain.deal_rows(100, 4096).tolist()
 
 
 def test_a_cache_type_that_was_not_measured_is_refused():
@@ -396,6 +440,92 @@ def test_memory_caps_the_batch_as_admission_counts_it():
     assert plan.choices[0].limited_by == "KV memory"
 
 
+def unlike_profile(*workers: tuple[float, float]) -> Profile:
+    """R-workers of so many bytes a second of attention, and of memory."""
+    profile = make_profile(layer_s=1e-5)
+    parts = tuple(
+        RPartProfile("cpu", {"fp16": KVRates(speed)}, memory_bytes=memory, threads=8) for speed, memory in workers
+    )
+    return dataclasses.replace(profile, r_parts=parts)
+
+
+def sequences_placed(profile: Profile, config: RunConfig, lengths: Lengths, batch_size: int) -> dict[int, int]:
+    """How many each R-worker gets where a run places them, one after the other, in the memory that each has."""
+    count = len(profile.r_parts)
+    costs = Costs(profile, MODEL, config, num_workers=count)
+    blocks = [
+        costs.layout.split_budget(int(part.memory_bytes * 0.85), MODEL.max_context_len, batch_size)
+        for part in profile.r_parts
+    ]
+    placement = Placement(
+        costs.layout, dict(zip(costs.owners, blocks, strict=True)), costs.shares(batch_size / config.num_slots).costs
+    )
+    owners = [
+        placement.place(Sequence(i, i, range(lengths.prompt_len), SamplingParams(), lengths.output_len), 0)
+        for i in range(batch_size)
+    ]
+    assert None not in owners
+    return {owner: owners.count(owner) for owner in costs.owners}
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([1e8, 2e8, 5e8]), st.floats(2e6, 3e7)), min_size=2, max_size=4),
+    st.integers(1, 3), st.sampled_from([Lengths(1, 63), Lengths(100, 200)]), st.data(),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_a_batch_is_dealt_out_as_a_run_places_it_in_the_memory_of_each_worker(workers, slots, lengths, data):
+    profile, config = unlike_profile(*workers), RunConfig(num_slots=slots)
+    planner = Planner(profile, MODEL, config, Wish(lengths.prompt_len, lengths.output_len))
+    room = planner.room(len(workers))
+    batch_size = data.draw(st.integers(1, sum(room)))
+    choice = planner._evaluate(len(workers), batch_size)
+    dealt = planner.sequences(choice)
+    placed = sequences_placed(profile, config, lengths, batch_size)
+    assert sum(dealt.values()) == batch_size
+    assert all(dealt[rank] <= have for rank, have in enumerate(room, start=1))
+    assert all(abs(dealt[rank] - placed[rank]) <= slots for rank in placed)  # rows are whole in each slot
+    # The busiest worker decides: it reads its own sequences in every step.
+    reads = 2 * 2 * MODEL.kv_size * MODEL.num_layers * round(planner.mean_context)
+    busiest = max(dealt[rank] * reads / speed for rank, (speed, _) in enumerate(workers, start=1))
+    assert planner._steady(len(workers), batch_size).r_part == pytest.approx(busiest)
+
+
+def test_a_worker_with_a_fraction_of_the_memory_gets_what_it_can_hold_and_is_named():
+    profile = unlike_profile((1e9, 4e7), (1e9, 4e7), (1e9, 4e6))
+    planner = Planner(profile, MODEL, RunConfig(), Wish(1, 255))
+    plan = Plan(planner._evaluate(3, 90), [planner._evaluate(3, 90)], None, None, 1, 1, 1.0, 1.0, None)
+    held = planner.room(3)[2]
+    assert held == int(4e6 * 0.85) // planner.layout.bytes_for(257) < 30
+    rest = (90 - held) / 2
+    assert planner.sequences(plan.best) == {1: pytest.approx(rest, abs=1), 2: pytest.approx(rest, abs=1), 3: held}
+    text = format_plan(planner, plan, "test")
+    assert f"memory for fewer sequences than its share: rank 3 holds {held} of 30\n" in text
+    assert "memory for" not in format_plan(planner, dataclasses.replace(plan, best=planner._evaluate(3, 9)), "test")
+    assert plan_as_dict(planner, plan, "test")["sequences"] == planner.sequences(plan.best)
+    even = Planner(unlike_profile(*[(1e9, 4e7)] * 3), MODEL, RunConfig(), Wish(1, 255))._evaluate(3, 90)
+    assert plan.best.step.r_part == pytest.approx(even.step.r_part * max(planner.sequences(plan.best).values()) / 30)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_the_command_line_takes_a_profile_that_the_run_would_take(tmp_path, capsys, num_workers):
+    """Of as many R-workers as are proposed, in a file of one's own."""
+    path = tmp_path / "my node.json"
+    profile = unlike_profile((1e7, 1e9), (5e6, 1e9))
+    s_part = SPartProfile("dev", Curve((1.0, 64.0), (1e-5, 1e-5)))
+    save_profile(path, dataclasses.replace(profile, model=SHAPES["llama-2-7b"], s_part=s_part))
+    command = ["plan", "--model", "llama-2-7b", "--length", "64", "--max-r-workers", str(num_workers)]
+    assert run_command([*command, "--profile", str(path), "--r-memory", "4G"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "fastdecode generate" in line]
+    options = shlex.split(line)
+    assert ("--profile" in options) == (num_workers == 2)
+    if num_workers == 2:
+        config = RunConfig(profile=options[options.index("--profile") + 1])
+        first, second = start_costs(config, SHAPES["llama-2-7b"], (1, 2)).values()
+        assert second.token_s == 2 * first.token_s
+    assert run_command([*command, "--profile", "a10-epyc7452"]) == 0
+    assert "--profile" not in capsys.readouterr().out
+
+
 def test_a_latency_target_is_kept_and_an_impossible_one_refused():
     _, plan = plan_of("llama-2-7b", length=512, latency_target_s=90.0, max_workers=4)
     for choice in plan.choices:
@@ -410,7 +540,8 @@ def test_where_more_rows_give_less_the_best_batch_is_found():
     """Profile h100-epyc7452 is at its best at 512 rows of a mini-batch."""
     planner, plan = plan_of("llama-2-70b", load_profile("h100-epyc7452"), length=256)
     for choice in plan.choices:
-        rates = [planner._evaluate(choice.num_workers, size).tokens_per_s for size in (256, 512, 1024, 1536, 2048)]
+        sizes = [size for size in (256, 512, 1024, 1536, 2048) if size <= sum(planner.room(choice.num_workers))]
+        rates = [planner._evaluate(choice.num_workers, size).tokens_per_s for size in sizes]
         assert choice.tokens_per_s >= 0.96 * max(rates)
 
 

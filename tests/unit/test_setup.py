@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
 from fastdecode_hpc import host
-from fastdecode_hpc.advice import placement_advice
+from fastdecode_hpc.advice import lowered_isa, placement_advice
 from fastdecode_hpc.config import ConfigError, RunConfig
 from fastdecode_hpc.model_shape import Experts, ModelConfig
-from fastdecode_hpc.setup import Hello, best_common_isa, decide_setup, kv_budget, passing_on_host, weights_on_host
+from fastdecode_hpc.setup import Hello, decide_setup, kv_budget, passing_on_host, weights_on_host
 from placed_ranks import GIB, X86, hello
 
 MODEL = ModelConfig(1000, 64, 96, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, max_context_len=512)
@@ -66,25 +67,82 @@ def test_binding_that_cannot_be_is_refused_only_where_it_was_asked_for() -> None
     with pytest.raises(ConfigError, match=r"rank 1 on n0 cannot bind 2 threads: of its cores 0-3 it has 0 for itself"):
         decide(ranks, pin_threads=True)
     with pytest.raises(ConfigError, match="this is one process"):
-        decide([dataclasses.replace(hello(0), isas=X86)], pin_threads=True)
+        decide([hello(0)], pin_threads=True)
 
 
 def test_one_process_is_both_parts() -> None:
-    (rank,) = decide([dataclasses.replace(hello(0), isas=X86)]).ranks
+    (rank,) = decide([hello(0)]).ranks
     assert (rank.role, rank.isa, rank.wait) == ("both", "avx2", "spin")
     assert rank.num_blocks[0] > 0
     assert rank.pin_cores == ()
 
 
-def test_all_r_workers_use_the_best_instruction_set_that_all_have() -> None:
-    hellos = [hello(0), hello(1, isas=("scalar", "avx2", "avx512")), hello(2, isas=X86)]
-    assert [rank.isa for rank in decide(hellos).ranks] == [None, "avx2", "avx2"]
-    assert [rank.isa for rank in decide(hellos, isa_per_rank=True).ranks] == [None, "avx512", "avx2"]
-    assert [rank.isa for rank in decide(hellos, isa="scalar").ranks] == [None, "scalar", "scalar"]
-    with pytest.raises(ConfigError, match="rank 2 on n0 has no avx512"):
-        decide(hellos, isa="avx512")
-    with pytest.raises(ConfigError, match="no instruction set in common"):
-        best_common_isa(RunConfig(), [hello(0), hello(1, isas=("avx2",)), hello(2, isas=("scalar",))])
+def isas_of(hellos: list[Hello], device: str = "cpu", **options) -> list[str | None]:
+    setup = decide_setup(RunConfig(**options), MODEL, hellos, weights_bytes=0, device=device)
+    return [rank.isa for rank in setup.ranks]
+
+
+WIDE = (*X86, "avx512")
+
+
+@pytest.mark.parametrize("old", [0, 1, 2, None])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_ranks_that_attend_use_the_best_instruction_set_that_all_of_them_have(old: int | None, device: str) -> None:
+    """Rank 0 is one of them where it attends prompts: on a CPU."""
+    hellos = [hello(rank, name=f"n{rank}", isas=X86 if rank == old else WIDE) for rank in range(3)]
+    attending = [hello.isas for hello in hellos if device == "cpu" or hello.rank]
+    common = "avx2" if X86 in attending else "avx512"
+    own = [None if device != "cpu" and not hello.rank else hello.isas[-1] for hello in hellos]
+    assert isas_of(hellos, device) == [isa and common for isa in own]
+    assert isas_of(hellos, device, isa_per_rank=True) == own
+    assert isas_of(hellos, device, isa="scalar") == isas_of(hellos, device, isa="scalar", isa_per_rank=True)
+    assert set(isas_of(hellos, device, isa="scalar")) - {None} == {"scalar"}
+    if X86 in attending:
+        with pytest.raises(ConfigError, match=f"rank {old} on n{old} has no avx512; it has scalar, avx2: name one"):
+            isas_of(hellos, device, isa="avx512")
+    else:
+        assert isas_of(hellos, device, isa="avx512") == own
+
+
+def test_ranks_without_a_common_instruction_set_are_refused_with_what_each_offers() -> None:
+    """As where FASTDECODE_ISA is another on each."""
+    forced = [hello(0, isas=("scalar",)), hello(1, isas=("avx2",)), hello(2, isas=("avx2",))]
+    with pytest.raises(
+        ConfigError, match=r"in common \(rank 0: scalar; rank 1: avx2; rank 2: avx2\); set FASTDECODE_ISA"
+    ):
+        isas_of(forced)
+    assert isas_of(forced, "cuda") == [None, "avx2", "avx2"]
+    assert isas_of(forced, isa_per_rank=True) == ["scalar", "avx2", "avx2"]
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+def test_an_instruction_set_that_is_not_there_is_a_mistake_where_kernels_attend(wrong: int) -> None:
+    hellos = [hello(0), hello(1)]
+    hellos[wrong] = dataclasses.replace(
+        hellos[wrong], isas=(), isa_error=f"rank {wrong} on n0: FASTDECODE_ISA: no neon"
+    )
+    for options in ({}, {"isa": "scalar"}, {"isa_per_rank": True}):
+        with pytest.raises(ConfigError, match=f"rank {wrong} on n0: FASTDECODE_ISA: no neon"):
+            isas_of(hellos, **options)
+    if wrong == 0:
+        assert isas_of(hellos, "cuda") == [None, "avx2"]
+
+
+@pytest.mark.parametrize(
+    ("isas", "said"),
+    [
+        ((WIDE, WIDE, WIDE), None),
+        ((X86, WIDE, WIDE), "with avx2, .*alone could use ranks 1-2 \\(rank 1 on n1\\) avx512"),
+        ((WIDE, X86, WIDE), "with avx2, .*alone could use ranks 0,2 \\(rank 0 on n0\\) avx512"),
+        ((("scalar", "neon"), X86, WIDE), "with scalar, .*rank 1 .* avx2, rank 2 .* avx512, rank 0 .* neon"),
+    ],
+)
+def test_ranks_that_could_do_better_alone_are_told(isas: tuple[tuple[str, ...], ...], said: str | None) -> None:
+    hellos = [hello(rank, name=f"n{rank}", isas=own) for rank, own in enumerate(isas)]
+    told = lowered_isa(decide(hellos).ranks, hellos)
+    assert len(told) == (said is not None)
+    assert said is None or (re.search(said, told[0].fault) and "--isa-per-rank" in told[0].fix)
+    assert lowered_isa(decide(hellos, isa_per_rank=True).ranks, hellos) == []
 
 
 def test_kv_is_a_share_of_what_its_host_has_left() -> None:
@@ -237,8 +295,7 @@ def test_as_many_weights_as_r_workers_are_needed(ranks: int, weights: str) -> No
 
 @pytest.mark.parametrize("ranks,weights", [(3, "1,0.5"), (1, "3"), (2, "0.1"), (3, "auto"), (3, "equal")])
 def test_fitting_weights_are_taken(ranks: int, weights: str) -> None:
-    hellos = [dataclasses.replace(hello(rank), isas=X86) for rank in range(ranks)]
-    assert len(decide(hellos, r_worker_weights=weights).ranks) == ranks
+    assert len(decide([hello(rank) for rank in range(ranks)], r_worker_weights=weights).ranks) == ranks
 
 
 @pytest.mark.parametrize("text", ["", "1,,2", "0,1", "-1", "inf", "nan", "fast"])

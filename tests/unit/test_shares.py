@@ -51,6 +51,23 @@ def test_rows_are_dealt_out_as_well_as_by_trying_all_ways(costs, num_rows: int, 
     assert best <= mine * (1 + 1e-9) and mine <= best + one_row * (1 + 1e-9)  # rows are whole
 
 
+@given(st.lists(st.tuples(costs_of_one, st.integers(0, 8)), min_size=1, max_size=3), st.data(), st.integers(1, 50))
+@settings(max_examples=150)
+def test_rows_that_memory_allows_are_dealt_out_as_well_as_by_trying_all_ways(workers, data, context: int) -> None:
+    costs, most = [cost for cost, _ in workers], [count for _, count in workers]
+    num_rows = data.draw(st.integers(0, sum(most)))
+    rows = deal_rows(costs, num_rows, context, np.array(most))
+    assert rows.sum() == num_rows and (rows >= 0).all() and (rows <= most).all()
+    best = min(
+        max(seconds(cost, count, context) for cost, count in zip(costs, way, strict=True))
+        for way in itertools.product(*(range(count + 1) for count in most))
+        if sum(way) == num_rows
+    )
+    mine = max(seconds(cost, count, context) for cost, count in zip(costs, rows.tolist(), strict=True))
+    one_row = max(cost.row_s + context * cost.token_s for cost in costs)
+    assert best <= mine * (1 + 1e-9) and mine <= best + one_row * (1 + 1e-9)
+
+
 @given(st.integers(0, 40), st.integers(1, 7), costs_of_one)
 def test_equal_workers_get_rows_in_turn(num_rows: int, num_workers: int, cost: WorkerCost) -> None:
     counts = np.bincount(np.arange(num_rows) % num_workers, minlength=num_workers)

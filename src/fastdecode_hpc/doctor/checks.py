@@ -146,7 +146,7 @@ def thread_level(facts: Facts) -> Finding | None:
 def kernels(facts: Facts) -> Finding | None:
     """The instruction set of attention."""
     has = facts.hello.isas
-    if not has:
+    if not facts.attends:
         return None
     text = f"{facts.isa or 'none'} (here are {', '.join(has)})"
     if not facts.isa:

@@ -103,14 +103,14 @@ def compare(
 def _differences(everyone: Sequence[Facts]) -> list[Advice]:
     hosts = {facts.rank: facts.host for facts in everyone}
     pythons = {facts.rank: facts.python for facts in everyone}
-    isas = {facts.rank: " ".join(facts.hello.isas) for facts in everyone if facts.holds_kv}
+    isas = {facts.rank: " ".join(facts.hello.isas) for facts in everyone if facts.attends}
     return [
         *unlike("Python", pythons, hosts, "Use one environment on all nodes"),
         *unlike(
             "the set of instructions",
             isas,
             hosts,
-            "All R-workers will use the best that all have: take nodes of one kind (sbatch --constraint), or "
+            "All ranks will use the best that all have: take nodes of one kind (sbatch --constraint), or "
             "--isa-per-rank",
         ),
     ]

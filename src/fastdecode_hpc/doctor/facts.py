@@ -95,7 +95,8 @@ class Facts:
     executable: str
     mpi: Mpi | None
     slurm: Slurm
-    isa: str  # in use; empty: no kernels
+    holds_kv: bool
+    isa: str  # in use; empty: FASTDECODE_ISA asks for one that is not here
     openmp: tuple[str, ...]
     huge_share: float | None
     memory_limits: Mapping[str, int]  # what bounds the memory |-> bytes that may still be taken
@@ -117,8 +118,9 @@ class Facts:
         return self.hello.host.host
 
     @property
-    def holds_kv(self) -> bool:
-        return bool(self.hello.isas)
+    def attends(self) -> bool:
+        """Whether its kernels attend to anything: to KV, or on the CPU of an S-worker to prompts."""
+        return self.holds_kv or self.gpu is None or not self.gpu.name
 
 
 def look(world: World | None, *, threads: int | None, with_mpi: bool, folder: Path) -> Facts:
@@ -135,6 +137,7 @@ def look(world: World | None, *, threads: int | None, with_mpi: bool, folder: Pa
     """
     launched = detect()
     is_first = world is None or world.is_s_rank
+    holds_kv = world is None or not is_first
     hello = say_hello(threads, world, launched, _isas)
     write_error, lock_error = _try_folder(folder) if is_first else (None, None)
     gpu = _look_at_gpu() if is_first and with_mpi else None
@@ -145,9 +148,10 @@ def look(world: World | None, *, threads: int | None, with_mpi: bool, folder: Pa
         executable=sys.executable,
         mpi=_look_at_mpi(world) if with_mpi else None,
         slurm=look_at_slurm(launched),
-        isa=_active_isa() if hello.isas else "",
+        holds_kv=holds_kv,
+        isa=_active_isa(),
         openmp=mapped.libraries(OPENMP),
-        huge_share=_huge_share() if hello.isas else None,
+        huge_share=_huge_share() if holds_kv else None,
         memory_limits=host.memory_limits(),
         memlock_bytes=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         has_fast_network=any(any(Path(place).glob("*")) for place in FAST_NETWORKS),

@@ -159,7 +159,7 @@ def _prices(text: str) -> tuple[float, float]:
 def run_plan(args: argparse.Namespace, argv: Sequence[str]) -> int:
     """``fastdecode plan``."""
     from fastdecode_hpc.planner.plan import Planner, Wish
-    from fastdecode_hpc.planner.profile import load_profile
+    from fastdecode_hpc.planner.profile import PROFILES, find_profile, load_profile
     from fastdecode_hpc.planner.shapes import find_shape
     from fastdecode_hpc.planner.text import format_plan, plan_as_dict
 
@@ -178,9 +178,10 @@ def run_plan(args: argparse.Namespace, argv: Sequence[str]) -> int:
     planners = [Planner(profile, model, run, wish) for run in runs]
     plans = [(planner, planner.plan(args.max_r_workers)) for planner in planners]
     planner, plan = min(plans, key=_rank)  # of about equal ones the plain
-    print(format_plan(planner, plan, args.model))
+    own_profile = "" if find_profile(args.profile).parent == PROFILES else args.profile
+    print(format_plan(planner, plan, args.model, own_profile))
     if args.json is not None:
-        write_json(args.json, plan_as_dict(planner, plan, args.model))
+        write_json(args.json, plan_as_dict(planner, plan, args.model, own_profile))
     return 0
 
 

@@ -35,8 +35,7 @@ def transfer_ratio(model: ModelConfig, layout: KVLayout, wire_dtype: str, contex
     For each layer of a row ``(context_len * kv_bytes) / (wire_bytes * (2 q_size + 2 kv_size))``; the batch cancels.
     With as many KV heads as heads, fp16 and no window it is half the context.
     """
-    read = sum(len(group.layers) * int(row_bytes(group, np.array([context_len]))[0]) for group in layout.main_groups)
-    return read / (model.num_layers * wire_row_bytes(model, wire_dtype))
+    return read_bytes(layout, context_len) / (model.num_layers * wire_row_bytes(model, wire_dtype))
 
 
 def wire_row_bytes(model: ModelConfig, wire_dtype: str) -> int:
@@ -63,6 +62,12 @@ def row_bytes(group: LayerGroup, context_lens: Ints) -> Ints:
     """K and V, scales included, that attention of rows with these contexts reads in one layer."""
     seen = context_lens if group.window is None else context_lens.clip(max=group.window)
     return group.row_bytes(seen)
+
+
+def read_bytes(layout: KVLayout, context_len: int) -> int:
+    """K and V, scales included, that attention of a row with this context reads in all layers."""
+    contexts = np.array([context_len])
+    return sum(len(group.layers) * int(row_bytes(group, contexts)[0]) for group in layout.main_groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,18 +173,18 @@ class Costs:
         reads = [self._by_worker(workers, row_bytes(group, context_lens)) for group in self.layout.main_groups]
         return self._slot_times(rows, reads)
 
-    def even_slot_times(self, num_rows: int, context_len: float, reads: Sequence[float] = ()) -> SlotTimes:
-        """The same for rows dealt out as the options have it.
+    def even_slot_times(self, rows: Ints, context_len: float, reads: Sequence[float] = ()) -> SlotTimes:
+        """The same for rows that are alike.
 
         Parameters
         ----------
-        num_rows : int
+        rows : int64 array
+            ``[num_workers]``: of each R-worker.
         context_len : float
             Mean over the rows.
         reads : sequence of float, optional
             Bytes that a row reads in a layer of each main group, mean over rows; by default those of `context_len`.
         """
-        rows = self.deal_rows(num_rows, context_len)
         context = np.array([round(context_len)], np.int64)
         reads = reads or [float(row_bytes(group, context)[0]) for group in self.layout.main_groups]
         return self._slot_times(rows, [rows * own for own in reads])
@@ -206,23 +211,42 @@ class Costs:
             out_bytes=by_worker * self._out_row_bytes,
         )
 
+    def read_len(self, context_len: float) -> float:
+        """Tokens that a row with this context reads, averaged over layers: no more than their windows."""
+        return int(self.layout.loads(np.array([round(context_len)]))[0]) / self.layout.num_layers
+
     def worker_costs(self) -> list[WorkerCost]:
         """What each R-worker takes for tokens and rows in a step."""
         layers = self.model.num_layers
-        token_bytes = sum(
-            len(group.layers) * float(group.row_bytes(LONG_CONTEXT)) / LONG_CONTEXT for group in self.layout.main_groups
-        )
+        token_bytes = read_bytes(self.layout, LONG_CONTEXT) / self.read_len(LONG_CONTEXT)
         row_bytes = layers * (self._qkv_row_bytes + self._out_row_bytes)
         return [
             WorkerCost(token_bytes / rates.bytes_per_s, row_bytes / part.link_bytes_per_s, layers * 2 * part.latency_s)
             for rates, part in zip(self._rates, self.parts, strict=True)
         ]
 
-    def deal_rows(self, num_rows: int, context_len: float) -> Ints:
-        """Rows of each R-worker once its share has settled, ``[num_workers]``."""
+    def deal_rows(self, num_rows: int, context_len: float, most: Ints | None = None) -> Ints:
+        """Rows of each R-worker once its share has settled, ``[num_workers]``, and no more than `most` of them."""
         costs = self.shares(num_rows, context_len).costs
         by_worker = [costs.get(owner, WorkerCost()) for owner in self.owners]
-        return deal_rows(by_worker, num_rows, context_len)
+        return deal_rows(by_worker, num_rows, self.read_len(context_len), most)
+
+    def deal_batch(
+        self, batch_size: int, num_slots: int, context_len: float, room: Sequence[int] | None = None
+    ) -> list[Ints]:
+        """Rows of each R-worker in each slot.
+
+        Parameters
+        ----------
+        room : sequence of int, optional
+            ``[num_workers]``: sequences for which each R-worker has memory; enough together. They are spread over all
+            slots.
+        """
+        dealt = []
+        for slot in range(num_slots):
+            most = None if room is None else np.diff((np.cumsum(room) + slot) // num_slots, prepend=0)
+            dealt.append(self.deal_rows((batch_size + slot) // num_slots, context_len, most))
+        return dealt
 
     @property
     def owners(self) -> tuple[int, ...]:
@@ -239,7 +263,7 @@ class Costs:
             start=dict(zip(self.owners, self.worker_costs(), strict=True)) if knows_profile else None,
             latencies={owner: part.latency_s for owner, part in zip(self.owners, self.parts, strict=True)},
             num_rows=num_rows,
-            context_len=context_len,
+            context_len=self.read_len(context_len),
         )
 
     def head_s(self, num_rows: int) -> float:

@@ -160,6 +160,7 @@ class Planner:
         self._loads = self.layout.loads(np.arange(self.population.longest + 1)) / model.num_layers
         self._row_blocks = self.population.mean_blocks(self.layout)
         self._prompt_bytes = self._kept_tokens() * self._costs.kv_bytes(1)
+        self._rooms: dict[int, list[int]] = {}  # by R-workers
         self._prompt_times: dict[int, float] = {}  # by prompts that are computed together
 
     def plan(self, max_workers: int = 16) -> Plan:
@@ -191,6 +192,13 @@ class Planner:
         """What each R-worker gets of the load, and why."""
         costs = Costs(self.profile, self.model, self.config, num_workers=choice.num_workers)
         return costs.shares(choice.batch_size / self.config.num_slots, self.population.mean_context)
+
+    def sequences(self, choice: Choice) -> dict[int, int]:
+        """How many each R-worker gets of the batch, by rank."""
+        costs = Costs(self.profile, self.model, self.config, num_workers=choice.num_workers)
+        room, context_len = self.room(choice.num_workers), self.population.mean_context
+        dealt = costs.deal_batch(choice.batch_size, self.config.num_slots, context_len, room)
+        return dict(zip(costs.owners, np.sum(dealt, axis=0).tolist(), strict=True))
 
     def choose(self, num_workers: int) -> Choice | None:
         """The best batch for so many R-workers; None if not one sequence fits."""
@@ -226,6 +234,13 @@ class Planner:
         return bisect.bisect_left(  # copies of recent tokens are made for so many: with more of them less is left
             range(1, most + 1), True, key=lambda count: sum(self._rows_of(w, count) for w in workers) < count
         )
+
+    def room(self, num_workers: int) -> list[int]:
+        """Rows whose reservations each R-worker can hold, where all hold as many as they can."""
+        if num_workers not in self._rooms:
+            most = self.sequences_that_fit(num_workers)
+            self._rooms[num_workers] = [self._rows_of(worker, most) if most else 0 for worker in range(num_workers)]
+        return self._rooms[num_workers]
 
     def _rows_of(self, worker: int, max_sequences: int) -> int:
         return int((np.array(self._blocks(worker, max_sequences)) / self._row_blocks + 1e-9).min())
@@ -293,6 +308,7 @@ class Planner:
             batch_size=batch_size,
             context_len=self.population.mean_context,
             reads=reads,
+            room=self.room(num_workers),
             prefill_s=self._prefill_s(batch_size, together),
             prefill_bytes=batch_size / self.population.mean_steps * self._prompt_bytes,
         )

@@ -205,6 +205,26 @@ def save_profile(path: Path, profile: Profile) -> None:
     write_json(path, {"format": FORMAT, **_plain(dataclasses.asdict(profile))})
 
 
+def find_profile(name: str) -> Path:
+    """The file of this name, or of the published profile of that name.
+
+    Raises
+    ------
+    ConfigError
+        If there is neither.
+    """
+    path = Path(name).expanduser()
+    if path.is_file():
+        return path
+    path = PROFILES / f"{name}.json"
+    if not path.is_file():
+        known = ", ".join(sorted(item.stem for item in PROFILES.glob("*.json")))
+        raise ConfigError(
+            f"there is no profile {show(name)}; name a file that fastdecode calibrate wrote, or one of: {known}"
+        )
+    return path
+
+
 def load_profile(name: str) -> Profile:
     """The profile in a file, or the published one of that name.
 
@@ -213,14 +233,7 @@ def load_profile(name: str) -> Profile:
     ConfigError
         If there is none, or the file holds something else.
     """
-    path = Path(name).expanduser()
-    if not path.is_file():
-        path = PROFILES / f"{name}.json"
-        if not path.is_file():
-            known = ", ".join(sorted(item.stem for item in PROFILES.glob("*.json")))
-            raise ConfigError(
-                f"there is no profile {show(name)}; name a file that fastdecode calibrate wrote, or one of: {known}"
-            )
+    path = find_profile(name)
     with naming(path):
         return _profile(TypedValues(path, read_json_object(path)))
 

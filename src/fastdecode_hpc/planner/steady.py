@@ -49,6 +49,7 @@ class _Rows:
     batch_size: int
     context_len: float
     reads: Sequence[float]
+    room: Sequence[int] | None
 
 
 def steady_step(
@@ -60,6 +61,7 @@ def steady_step(
     batch_size: int,
     context_len: float,
     reads: Sequence[float] = (),
+    room: Sequence[int] | None = None,
     prefill_s: float = 0.0,
     prefill_bytes: float = 0.0,
 ) -> SteadyStep:
@@ -69,13 +71,15 @@ def steady_step(
     ----------
     reads : sequence of float, optional
         As of `Costs.even_slot_times`, of the whole model's layout.
+    room : sequence of int, optional
+        As of `Costs.deal_batch`.
     prefill_s : float
         What the S-worker spends on prompts in a step.
     prefill_bytes : float
         K and V of prompts that leave for R-workers in a step, all layers.
     """
     few, more = (min(layers, model.num_layers) for layers in WALKED_LAYERS)
-    rows = _Rows(num_workers, batch_size, context_len, reads)
+    rows = _Rows(num_workers, batch_size, context_len, reads, room)
     if len({model.window_of(layer) for layer in range(model.num_layers)}) > 1:
         step = _walk(profile, model, config, rows)  # some layers read more than others: no straight line
     else:
@@ -108,8 +112,9 @@ def _walk(profile: Profile, model: ModelConfig, config: RunConfig, rows: _Rows) 
     costs = Costs(profile, model, config, num_workers=num_workers)
     clock = PipelineClock(profile, num_workers=num_workers, num_slots=num_slots)
     walk = Walk(costs, clock, num_slots=num_slots)
-    counts = [(rows.batch_size + slot) // num_slots for slot in range(num_slots)]
-    slots = [costs.even_slot_times(count, rows.context_len, rows.reads) if count else None for count in counts]
+    dealt = costs.deal_batch(rows.batch_size, num_slots, rows.context_len, rows.room)
+    counts = [int(own.sum()) for own in dealt]
+    slots = [costs.even_slot_times(own, rows.context_len, rows.reads) if own.any() else None for own in dealt]
     begun: list[float] = []
     for stage in pipeline(model.num_layers, num_slots):
         if stage.layer == 0:

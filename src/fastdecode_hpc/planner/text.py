@@ -12,10 +12,17 @@ from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.planner.plan import Choice, Plan, Planner, Wish
 from fastdecode_hpc.planner.profile import MEASURED, Profile
 from fastdecode_hpc.planner.shapes import SHAPES
+from fastdecode_hpc.schedule.shares import MAX_TOLD
 
 
-def format_plan(planner: Planner, plan: Plan, model: str) -> str:
-    """The proposal, the table it comes from, and what to type."""
+def format_plan(planner: Planner, plan: Plan, model: str, own_profile: str = "") -> str:
+    """The proposal, the table it comes from, and what to type.
+
+    Parameters
+    ----------
+    own_profile : str
+        The profile's file, for runs to begin with; empty: it is a published one.
+    """
     profile, best = planner.profile, plan.best
     lines = [
         describe_profile(profile, planner.model, plan.choices[-1].num_workers),
@@ -34,7 +41,7 @@ def format_plan(planner: Planner, plan: Plan, model: str) -> str:
         f"a token's attention reads {plan.transfer_ratio:,.1f} times the bytes that its q, k, v and o take on the wire",
         *_gpu_only(planner, plan),
         "",
-        *command_lines(planner.config, plan, model, profile.r_part(0).threads),
+        *command_lines(planner, plan, model, own_profile),
     ]
     return "\n".join(lines)
 
@@ -110,9 +117,19 @@ def _load(planner: Planner, plan: Plan) -> list[str]:
 
 
 def _shares(planner: Planner, plan: Plan) -> list[str]:
-    """Where R-workers are unlike, and shares follow."""
-    text = planner.shares(plan.best).describe()
-    return [f"shares of the load: {text}"] if text else []
+    """Where R-workers are unlike: shares follow, as far as memory allows."""
+    best = plan.best
+    shares, room = planner.shares(best), planner.room(best.num_workers)
+    text = shares.describe()
+    wanted = {rank: int(share * best.batch_size + 1e-6) for rank, share in shares.ideal().items()}
+    full = [
+        f"rank {rank} holds {room[rank - 1]} of {count}" for rank, count in wanted.items() if room[rank - 1] < count
+    ]
+    more = f" and {len(full) - MAX_TOLD} more" if full[MAX_TOLD:] else ""
+    return [
+        *([f"shares of the load: {text}"] if text else []),
+        *([f"memory for fewer sequences than its share: {', '.join(full[:MAX_TOLD])}{more}"] if full else []),
+    ]
 
 
 def _pays(plan: Plan) -> list[str]:
@@ -143,9 +160,10 @@ def _gpu_only(planner: Planner, plan: Plan) -> list[str]:
     return [line + (": take one" if is_better else "")]
 
 
-def command_lines(config: RunConfig, plan: Plan, model: str, threads: int) -> list[str]:
+def command_lines(planner: Planner, plan: Plan, model: str, own_profile: str = "") -> list[str]:
     """What to type under Slurm for the proposal."""
-    best = plan.best
+    config, profile, best = planner.config, planner.profile, plan.best
+    threads = profile.r_part(0).threads
     where = f"FOLDER_OF_{model}" if model in SHAPES else model  # of a well-known shape there is nothing to load
     program = ["fastdecode", "generate", "--model", where, "--max-batch-size", str(best.batch_size)]
     defaults = RunConfig()
@@ -164,6 +182,8 @@ def command_lines(config: RunConfig, plan: Plan, model: str, threads: int) -> li
             program += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     if config.schedule == "load-stabilizing":
         program += ["--schedule", config.schedule, "--start-interval", str(plan.start_interval)]
+    if own_profile and len(profile.r_parts) == best.num_workers:  # a run takes one of its own R-workers alone
+        program += ["--profile", own_profile]
     program += ["--input", "prompts.jsonl", "--output", "completions.jsonl", "--report", "report.h5"]
     cpus = f" --cpus-per-task={threads}" if threads else ""
     return [
@@ -172,8 +192,8 @@ def command_lines(config: RunConfig, plan: Plan, model: str, threads: int) -> li
     ]
 
 
-def plan_as_dict(planner: Planner, plan: Plan, model: str) -> dict[str, Any]:
-    """The plan as JSON has it; times in seconds."""
+def plan_as_dict(planner: Planner, plan: Plan, model: str, own_profile: str = "") -> dict[str, Any]:
+    """The plan as JSON has it; times in seconds. See `format_plan`."""
     profile = planner.profile
     return {
         "profile": {
@@ -187,7 +207,8 @@ def plan_as_dict(planner: Planner, plan: Plan, model: str) -> dict[str, Any]:
         "schedule": planner.config.schedule,
         **dataclasses.asdict(plan),
         "shares": planner.shares(plan.best).ideal(),
-        "command": "\n".join(command_lines(planner.config, plan, model, profile.r_part(0).threads)),
+        "sequences": planner.sequences(plan.best),
+        "command": "\n".join(command_lines(planner, plan, model, own_profile)),
     }
 
 
