@@ -35,6 +35,7 @@ from fastdecode_hpc.planner.replay import StepLoad, replay
 from fastdecode_hpc.planner.shapes import SHAPES
 from fastdecode_hpc.planner.simulate import Simulation
 from fastdecode_hpc.planner.start import start_costs
+from fastdecode_hpc.planner.steady import steady_step
 from fastdecode_hpc.planner.text import format_plan, plan_as_dict
 from fastdecode_hpc.schedule.bound import StageTimes, best_step_time
 from fastdecode_hpc.schedule.kv_layout import make_layout
@@ -475,7 +476,7 @@ def sequences_placed(profile: Profile, config: RunConfig, lengths: Lengths, batc
 @settings(max_examples=60, deadline=None)
 def test_a_batch_is_dealt_out_as_a_run_places_it_in_the_memory_of_each_worker(workers, slots, lengths, data):
     profile, config = unlike_profile(*workers), RunConfig(num_slots=slots)
-    planner = Planner(profile, MODEL, config, Wish(lengths.prompt_len, lengths.output_len))
+    planner = Planner(profile, MODEL, config, Wish((lengths,)))
     room = planner.room(len(workers))
     batch_size = data.draw(st.integers(1, sum(room)))
     choice = planner._evaluate(len(workers), batch_size)
@@ -485,15 +486,19 @@ def test_a_batch_is_dealt_out_as_a_run_places_it_in_the_memory_of_each_worker(wo
     assert all(dealt[rank] <= have for rank, have in enumerate(room, start=1))
     assert all(abs(dealt[rank] - placed[rank]) <= slots for rank in placed)  # rows are whole in each slot
     # The busiest worker decides: it reads its own sequences in every step.
-    reads = 2 * 2 * MODEL.kv_size * MODEL.num_layers * round(planner.mean_context)
+    context_len = planner.population.mean_context
+    reads = 2 * 2 * MODEL.kv_size * MODEL.num_layers * round(context_len)
     busiest = max(dealt[rank] * reads / speed for rank, (speed, _) in enumerate(workers, start=1))
-    assert planner._steady(len(workers), batch_size).r_part == pytest.approx(busiest)
+    step = steady_step(
+        profile, MODEL, config, num_workers=len(workers), batch_size=batch_size, context_len=context_len, room=room
+    )
+    assert step.r_part == pytest.approx(busiest)
 
 
 def test_a_worker_with_a_fraction_of_the_memory_gets_what_it_can_hold_and_is_named():
     profile = unlike_profile((1e9, 4e7), (1e9, 4e7), (1e9, 4e6))
-    planner = Planner(profile, MODEL, RunConfig(), Wish(1, 255))
-    plan = Plan(planner._evaluate(3, 90), [planner._evaluate(3, 90)], None, None, 1, 1, 1.0, 1.0, None)
+    planner = Planner(profile, MODEL, RunConfig(), Wish((Lengths(1, 255),)))
+    plan = Plan(planner._evaluate(3, 90), [planner._evaluate(3, 90)], None, None, 1.0, 1, 1, 1.0, 1.0, None)
     held = planner.room(3)[2]
     assert held == int(4e6 * 0.85) // planner.layout.bytes_for(257) < 30
     rest = (90 - held) / 2
@@ -502,8 +507,9 @@ def test_a_worker_with_a_fraction_of_the_memory_gets_what_it_can_hold_and_is_nam
     assert f"memory for fewer sequences than its share: rank 3 holds {held} of 30\n" in text
     assert "memory for" not in format_plan(planner, dataclasses.replace(plan, best=planner._evaluate(3, 9)), "test")
     assert plan_as_dict(planner, plan, "test")["sequences"] == planner.sequences(plan.best)
-    even = Planner(unlike_profile(*[(1e9, 4e7)] * 3), MODEL, RunConfig(), Wish(1, 255))._evaluate(3, 90)
-    assert plan.best.step.r_part == pytest.approx(even.step.r_part * max(planner.sequences(plan.best).values()) / 30)
+    even = Planner(unlike_profile(*[(1e9, 4e7)] * 3), MODEL, RunConfig(), Wish((Lengths(1, 255),)))._evaluate(3, 90)
+    busiest = max(planner.sequences(plan.best).values())
+    assert plan.best.step.r_part == pytest.approx(even.step.r_part * busiest / 30, rel=0.01)  # prompts are stored, too
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
