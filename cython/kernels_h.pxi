@@ -111,6 +111,7 @@ cdef extern from "kernels/kernels.h" namespace "fastdecode" nogil:
         void (*multiply_int8)(const Int8Product&, int64_t, int64_t, float*) noexcept nogil
         void (*multiply)(const Product&, int64_t, int64_t) noexcept nogil
         bint has_pair_products
+        int64_t (*pick)(const float*, int64_t) noexcept nogil
 
     int64_t token_bytes(int32_t, int32_t)
     int64_t partial_floats(int32_t, int32_t)

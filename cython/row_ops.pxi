@@ -60,6 +60,15 @@ def to_wire(uintptr_t rows, int64_t num_rows, int64_t row_bytes, int32_t dtype, 
     (<int64_t*> num_saturated)[0] += found
 
 
+def pick(uintptr_t rows, int64_t num_rows, int64_t row_bytes, int64_t num_columns, uintptr_t target, int num_threads):
+    """Of each row of float32 the place of the first of its largest values, to int64; -1 where not all are finite."""
+    cdef int64_t row
+    cdef const Kernels* kernels = active
+    for row in prange(num_rows, nogil=True, schedule="static",
+                      num_threads=team(4 * num_rows * num_columns, MIN_PARALLEL_BYTES, num_threads)):
+        (<int64_t*> target)[row] = kernels.pick(<const float*> (rows + row * row_bytes), num_columns)
+
+
 def has_pair_products():
     """Whether the instruction set in use multiplies rows of bf16 as they are."""
     return bool(active.has_pair_products)

@@ -420,7 +420,7 @@ void exp_values(const float* source, float* target, std::int64_t count) {
 
 constexpr fastdecode::Kernels make_kernels(const char* name) {
   return {name, attend_span, finish_row, store_row, convert, exp_values, read_loop, rms_norm, swiglu,
-          rotate, to_wire, attend_prompt, multiply_int8, multiply, kHasPairProducts};
+          rotate, to_wire, attend_prompt, multiply_int8, multiply, kHasPairProducts, pick};
 }
 
 }  // namespace

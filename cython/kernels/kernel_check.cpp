@@ -4,6 +4,7 @@
 //   kernel_check [COUNT | SECONDSs] [SEED]      e.g. kernel_check 500, kernel_check 60s 7; default 200 cases, seed 1
 //
 // Case i has the seed SEED + i: a case that fails is run alone by `kernel_check 1 THAT_SEED`.
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -674,6 +675,23 @@ std::string check_rows(const Kernels& kernels) {
   return "";
 }
 
+// Rows of a few different values, so that the largest comes often; some with one that is not finite.
+std::string check_pick(const Kernels& kernels) {
+  Random random(6);
+  for (int i = 0; i < 300; ++i) {
+    const int count = random.between(1, random.one_in(4) ? 3000 : 100), different = random.between(1, 200);
+    std::vector<float> row(static_cast<std::size_t>(count));
+    for (float& each : row) each = static_cast<float>(random.between(-different, different));
+    std::int64_t wanted = std::max_element(row.begin(), row.end()) - row.begin();
+    if (random.one_in(4)) {
+      row[random.upto(count - 1)] = random.one_in(3) ? NAN : random.one_in(2) ? INFINITY : -INFINITY;
+      wanted = -1;
+    }
+    if (kernels.pick(row.data(), count) != wanted) return "pick of " + std::to_string(count);
+  }
+  return "";
+}
+
 // Products with weights of 8 bits, of some panels and then the others, in memory that is exactly as large.
 std::string check_product(const Kernels& kernels) {
   Random random(4);
@@ -803,6 +821,7 @@ int main(int argc, char** argv) {
     std::string wrong = check_conversions(*available(i));
     if (wrong.empty()) wrong = check_exp(*available(i));
     if (wrong.empty()) wrong = check_rows(*available(i));
+    if (wrong.empty()) wrong = check_pick(*available(i));
     if (wrong.empty()) wrong = check_product(*available(i));
     if (wrong.empty()) wrong = check_float_product(*available(i));
     if (!wrong.empty()) {

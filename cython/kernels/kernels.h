@@ -207,6 +207,8 @@ struct Kernels {
   // Some units of a product; one is a panel with a block of kProductRows rows.
   void (*multiply)(const Product& product, std::int64_t first_unit, std::int64_t last_unit);
   bool has_pair_products;
+  // The first of the largest values; -1 where not all of them are finite.
+  std::int64_t (*pick)(const float* row, std::int64_t count);
 };
 
 // Instruction sets that this build has and this processor can run, slowest first.

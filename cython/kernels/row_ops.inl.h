@@ -178,4 +178,44 @@ std::int64_t to_wire(const void* source, std::int32_t source_dtype, void* target
   return kConvertCounting[source_dtype][target_dtype](source, target, count);
 }
 
+constexpr std::int64_t kPickBlock = 1024;
+
+// Blocks of a row are looked at once for their largest value, and the first that has the row's once more for its place.
+std::int64_t pick(const float* row, std::int64_t count) {
+  constexpr int kVecs = 4;
+  const Vec zero = broadcast(0.0f), lowest = broadcast(-INFINITY);
+  float best = -INFINITY, spoilt = 0.0f;  // x * 0 is NaN where x is not finite
+  std::int64_t best_block = 0;
+  Vec spoilt_lanes[kVecs] = {zero, zero, zero, zero};
+  for (std::int64_t first = 0; first < count; first += kPickBlock) {
+    const std::int64_t size = count - first < kPickBlock ? count - first : kPickBlock;
+    Vec most[kVecs] = {lowest, lowest, lowest, lowest};
+    std::int64_t i = 0;
+    for (; i + kVecs * Vec::width <= size; i += kVecs * Vec::width) {
+#pragma GCC unroll 4
+      for (int v = 0; v < kVecs; ++v) {
+        const Vec x = load(row + first + i + v * Vec::width);
+        most[v] = max(x, most[v]);
+        spoilt_lanes[v] = fma(x, zero, spoilt_lanes[v]);
+      }
+    }
+    float largest = reduce_max(max(max(most[0], most[1]), max(most[2], most[3])));
+    for (; i < size; ++i) {
+      const float x = row[first + i];
+      largest = x > largest ? x : largest;
+      spoilt += x * 0.0f;
+    }
+    if (largest > best) {
+      best = largest;
+      best_block = first;
+    }
+  }
+  for (const Vec& lanes : spoilt_lanes) spoilt += reduce_add(lanes);
+  if (!(spoilt == 0.0f)) return -1;
+  for (std::int64_t i = best_block; i < count; ++i) {
+    if (row[i] == best) return i;
+  }
+  return -1;
+}
+
 }  // namespace

@@ -250,3 +250,21 @@ def test_what_the_kernels_do_not_take_goes_the_other_way() -> None:
 def test_no_rows(isa) -> None:
     x = torch.zeros(0, 32)
     assert [out.shape for out in all_kernels(x)] == [(0, 32), (0, 16), (0, 32), (0, 32)]
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 1024, 1031, 4099])
+def test_the_first_of_the_largest_values_is_picked(isa, size: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(-9, 10, (40, size), generator=generator).float()  # the largest comes often
+    exact = [int(np.argmax(row)) for row in rows.numpy()]  # NumPy says which of equal ones it takes
+    assert row_kernels.pick(rows).tolist() == exact
+    assert row_kernels.pick(rows - 100).tolist() == exact, "the largest may be below 0"
+    wide = torch.full((40, size + 9), 1000.0)
+    wide[:, 3 : 3 + size] = rows
+    assert row_kernels.pick(wide[:, 3 : 3 + size]).tolist() == exact
+    for value in (torch.inf, -torch.inf, torch.nan):
+        for place in {0, size // 2, size - 1}:
+            spoilt = rows.clone()
+            spoilt[7, place] = value
+            assert row_kernels.pick(spoilt).tolist() == [*exact[:7], -1, *exact[8:]]
+    assert row_kernels.pick(rows[:0]).shape == (0,)

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from fastdecode_hpc.transport.mpi import World
 
 OVERLAP_MODEL, LIVES_MODEL = "benchmarks/configs/wide-attention", "benchmarks/configs/short-lives"
-OVERLAP_BATCH, LIVES_BATCH = 256, 64
+OVERLAP_BATCH, LIVES_BATCH, EMPTY_BATCH = 256, 128, 64
 LINK_RANKS = 3
-LIVES_KV_DTYPE = "fp32"  # twice the bytes a token: attention is as long as the S-Part at half the context
 
 
 def add_arguments(benches: Any) -> None:
@@ -71,7 +70,7 @@ def run_schedule(args: argparse.Namespace, argv: Sequence[str]) -> int:
     if args.empty_stages:
         from fastdecode_hpc.bench.empty_stages import measure_empty_stages
 
-        _report(args, [measure_empty_stages(args.batch or LIVES_BATCH, args.rounds)], [])
+        _report(args, [measure_empty_stages(args.batch or EMPTY_BATCH, args.rounds)], [])
         return 0
     if detect().kind == "none" and (args.ranks or 2) > 1:
         return launch(args.ranks or 2, argv)
@@ -122,11 +121,10 @@ def _check_files(args: argparse.Namespace) -> None:
             check_writable(path)
 
 
-def _run_config(args: argparse.Namespace, model: str, batch: int, kv_dtype: str = "fp16") -> RunConfig:
+def _run_config(args: argparse.Namespace, model: str, batch: int) -> RunConfig:
     return RunConfig(
         model=args.model or model,
         load_format="dummy",
-        kv_dtype=kv_dtype,
         max_batch_size=args.batch or batch,
         threads=args.threads,
         wait=args.wait,
@@ -167,7 +165,7 @@ def _measure(args: argparse.Namespace, session: ScheduleSession) -> list[Figures
     if _chosen(args, (PREFILL,)):
         rows.append(PrefillCase(session, overlap, rounds=args.rounds).measure())
     if names := _chosen(args, LIVES):
-        run = _run_config(args, LIVES_MODEL, LIVES_BATCH, LIVES_KV_DTYPE)
+        run = _run_config(args, LIVES_MODEL, LIVES_BATCH)
         lives = LivesCases(session, run, rounds=args.rounds, mean_new=args.new_tokens)
         rows += lives.measure(names)
         if args.plot is not None:

@@ -108,6 +108,29 @@ def to_wire(values: Tensor, target: Tensor, num_saturated: Tensor) -> None:
     )  # fmt: skip
 
 
+def pick(rows: Tensor) -> Tensor:
+    """Place of the first of the largest values of each row, -1 where not all are finite.
+
+    Parameters
+    ----------
+    rows : Tensor
+        ``[num_rows, size]`` float32; may be a view.
+
+    Returns
+    -------
+    Tensor
+        ``[num_rows]`` int64
+    """
+    assert rows.is_cpu and rows.dtype == torch.float32 and rows.stride(1) == 1, (rows.device, rows.dtype, rows.stride())
+    places = torch.empty(rows.shape[0], dtype=torch.int64)
+    choose_isa()
+    _kernels.pick(
+        rows.data_ptr(), rows.shape[0], rows.stride(0) * rows.element_size(), rows.shape[1], places.data_ptr(),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return places
+
+
 def multiply(rows: Tensor, panels: Tensor, num_out: int, bias: Tensor | None) -> Tensor:
     """Products of rows with the outputs of a matrix of floats, summed in float32 and rounded once.
 

@@ -22,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fastdecode_hpc.s_part import row_kernels
 from fastdecode_hpc.s_part.penalties import Put, adjust
 from fastdecode_hpc.s_part.philox import uniform
 from fastdecode_hpc.sequence import MAX_LOGPROBS, Sequence, TokenLogprob
@@ -58,8 +59,8 @@ def choose(logits: Tensor, seqs: list[Sequence], put: Put) -> Choices:
     with torch.inference_mode():
         reported = _own_logprobs(logits, seqs, put)
         adjust(logits, seqs, put)
-        tokens = _choose_tokens(logits, seqs, put)
-        finite = logits.amax(dim=-1).isfinite() & logits.amin(dim=-1).isfinite()  # each is NaN where any value is
+        best, finite = _pick(logits)
+        tokens = _choose_tokens(best, logits, seqs, put)
         return Choices(
             torch.stack((tokens.double(), finite.double()), dim=1),
             None if reported is None else _report(reported.logprobs, tokens[reported.rows]),
@@ -118,9 +119,17 @@ def _read_report(token: int, values: Ordered[float], num_top: int) -> TokenLogpr
     return TokenLogprob(token, own, tuple(zip(map(int, ids[:num_top]), best[:num_top], strict=True)))
 
 
-def _choose_tokens(logits: Tensor, seqs: list[Sequence], put: Put) -> Tensor:
+def _pick(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """``[num_rows]``: the most likely token, and whether all logits are finite."""
+    if row_kernels.take(logits, 2):
+        places = row_kernels.pick(logits)
+        return places.clamp_min(0), places >= 0
+    # Each of these is NaN where any value is.
+    return logits.argmax(dim=-1), logits.amax(dim=-1).isfinite() & logits.amin(dim=-1).isfinite()
+
+
+def _choose_tokens(tokens: Tensor, logits: Tensor, seqs: list[Sequence], put: Put) -> Tensor:
     """``[num_rows] int64``: the most likely token, one that was drawn, or the one that is known beforehand."""
-    tokens = logits.argmax(dim=-1)
     drawn = [row for row, seq in enumerate(seqs) if not seq.params.is_greedy]
     if drawn:
         rows = put(torch.tensor(drawn))
