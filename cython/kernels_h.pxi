@@ -75,6 +75,7 @@ cdef extern from "kernels/kernels.h" namespace "fastdecode" nogil:
         const void* rows
         int64_t row_stride
         int64_t num_rows
+        int64_t block_rows
         int64_t num_in
         int64_t num_out
         const void* weights

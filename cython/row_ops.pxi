@@ -1,4 +1,4 @@
-# What the S-Part does to rows, beside the products that torch does; a part of _kernels.pyx.
+# What the S-Part does to rows; a part of _kernels.pyx.
 #
 # Memory comes as addresses, as tensors have them, and callers answer for shapes and types: `s_part.row_kernels`, their
 # only one, checks them. Row r of a tensor lies at address + r // inner * outer_bytes + r % inner * inner_bytes.
@@ -7,6 +7,8 @@ cdef int64_t MIN_PARALLEL_BYTES = 1 << 17  # read and written; for fewer, starti
 cdef int64_t MIN_PARALLEL_GATES = 1 << 14  # an exponential and a division each
 cdef int64_t MIN_PARALLEL_CODES = 1 << 15  # read, and multiplied with one row at least
 cdef int64_t MIN_PARALLEL_TERMS = 1 << 16  # of products, multiplied and added
+cdef int64_t TILE_ROWS = 12  # that the kernels multiply at once, at most
+cdef int64_t MIN_BLOCK_ROWS = 2 * TILE_ROWS  # fewer cost less than to read the weights once more for them
 
 
 def rms_norm(uintptr_t rows, int64_t num_rows, int64_t inner, int64_t outer_bytes, int64_t inner_bytes,
@@ -80,11 +82,13 @@ def multiply(uintptr_t rows, int64_t num_rows, int64_t row_stride, int32_t row_d
     """Products of rows with weights in panels, into contiguous rows; `bias` may be 0."""
     cdef Product product
     cdef int64_t part
-    cdef int64_t units = (num_rows + kProductRows - 1) // kProductRows * ((num_out + kPanelOut - 1) // kPanelOut)
+    cdef int64_t num_panels = (num_out + kPanelOut - 1) // kPanelOut
     cdef int parts = team(num_rows * num_in * num_out, MIN_PARALLEL_TERMS, num_threads)
+    cdef int64_t block_rows = rows_of_unit(num_rows, num_panels, parts)
+    cdef int64_t units = (num_rows + block_rows - 1) // block_rows * num_panels
     cdef const Kernels* kernels = active
     product.rows, product.row_stride, product.num_rows = <const void*> rows, row_stride, num_rows
-    product.num_in, product.num_out = num_in, num_out
+    product.block_rows, product.num_in, product.num_out = block_rows, num_in, num_out
     product.weights, product.bias, product.out = <const void*> weights, <const float*> bias, <void*> target
     product.row_dtype, product.weight_dtype, product.out_dtype = row_dtype, weight_dtype, target_dtype
     for part in prange(parts, nogil=True, schedule="static", num_threads=parts):
@@ -112,3 +116,12 @@ def multiply_int8(uintptr_t rows, int64_t num_rows, int64_t row_stride, int64_t 
 cdef inline int team(int64_t work, int64_t least, int num_threads) noexcept nogil:
     """All threads or one: a smaller team makes the OpenMP runtime end threads and start them anew."""
     return num_threads if work >= least else 1
+
+
+cdef inline int64_t rows_of_unit(int64_t num_rows, int64_t num_panels, int num_threads) noexcept nogil:
+    """Rows that go through a panel together: fewer where panels are too few to keep all threads busy alike."""
+    cdef int64_t wanted = (2 * num_threads + num_panels - 1) // num_panels  # blocks
+    if num_threads == 1 or wanted * kProductRows <= num_rows:
+        return kProductRows
+    cdef int64_t rows = ((num_rows + wanted - 1) // wanted + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
+    return min(max(rows, MIN_BLOCK_ROWS), <int64_t> kProductRows)

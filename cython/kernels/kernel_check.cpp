@@ -431,7 +431,8 @@ class PromptCheck {
     scale_ = 1.0f / std::sqrt(static_cast<float>(c_.head_dim));
     softcap_ = random.one_in(4) ? 5.0f : 0.0f;
     for (std::int64_t i = 0; i < num_queries_ * query_items(); ++i) queries_.push_back(wire_value(random, c_, 1, true));
-    for (int h = 0; c_.has_sinks && h < num_heads(); ++h) sinks_.push_back(random.one_in(9) ? -INFINITY : 3.0f * random.bell());
+    for (int h = 0; c_.has_sinks && h < num_heads(); ++h)
+      sinks_.push_back(random.one_in(9) ? -INFINITY : 3.0f * random.bell());
     for (std::int64_t i = 0; i < (start_ + num_queries_) * 2 * key_items(); ++i) {
       rows_.push_back(wire_value(random, c_, 1, false));
     }
@@ -752,14 +753,18 @@ std::string check_float_product(const Kernels& kernels) {
     };
     FloatRow x = draw((num_rows - 1) * stride + num_in), weights = draw(panels * num_in * kPanelOut);
     FloatRow out(dtype, num_rows * num_out);
-    std::vector<float> wide(static_cast<std::size_t>((num_rows - 1) * stride + num_in)), bias(static_cast<std::size_t>(num_out));
+    std::vector<float> wide(static_cast<std::size_t>((num_rows - 1) * stride + num_in));
+    std::vector<float> bias(static_cast<std::size_t>(num_out));
     for (std::size_t k = 0; k < wide.size(); ++k) wide[k] = static_cast<float>(x[static_cast<int>(k)]);
     for (float& each : bias) each = random.bell();
     const bool has_bias = random.one_in(2), is_wide = dtype == kFloat32 || !kernels.has_pair_products;
-    const void* rows = x.data();
-    if (is_wide) rows = wide.data();
-    const Product product = {rows, stride, num_rows, num_in, num_out, weights.data(), has_bias ? bias.data() : nullptr, out.data(), is_wide ? kFloat32 : dtype, dtype, dtype};
-    const int units = (num_rows + kProductRows - 1) / kProductRows * panels, cut = random.upto(units);
+    const void* rows = is_wide ? static_cast<const void*>(wide.data()) : x.data();
+    const float* added = has_bias ? bias.data() : nullptr;
+    const int block_rows = random.one_in(2) ? kProductRows : random.between(1, kProductRows);
+    const Product product = {rows,    stride,         num_rows, block_rows, num_in,
+                             num_out, weights.data(), added,    out.data(), is_wide ? kFloat32 : dtype,
+                             dtype,   dtype};
+    const int units = (num_rows + block_rows - 1) / block_rows * panels, cut = random.upto(units);
     kernels.multiply(product, cut, units);
     kernels.multiply(product, 0, cut);
     for (int r = 0; r < num_rows; ++r) {

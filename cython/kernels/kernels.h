@@ -122,7 +122,7 @@ std::int64_t prompt_workspace_floats(std::int64_t num_queries, std::int32_t grou
 //   float32  [panels][num_in][32 outputs]
 //   bfloat16 [panels][num_in / 2][32 outputs][2 inputs], `num_in` being even
 constexpr int kPanelOut = 32;
-constexpr int kProductRows = 96;   // that one after the other are multiplied with a panel
+constexpr int kProductRows = 96;   // that one after the other are multiplied with a panel, at most
 constexpr int kProductIn = 768;    // whose weights in a panel stay in a cache meanwhile
 constexpr int kProductBlocks = 4;  // of rows, that are multiplied with a panel before the next one is read
 
@@ -130,6 +130,7 @@ struct Product {
   const void* rows;
   std::int64_t row_stride;  // values from row to row
   std::int64_t num_rows;
+  std::int64_t block_rows;  // of a unit, from 1 to kProductRows
   std::int64_t num_in;
   std::int64_t num_out;
   const void* weights;
@@ -141,8 +142,8 @@ struct Product {
   std::int32_t out_dtype;
 };
 
-// Of 8 bits: kGroupIn inputs are a group, and kScaleIn inputs of an output share a scale and an offset; the last ones may
-// be fewer:
+// Of 8 bits: kGroupIn inputs are a group, and kScaleIn inputs of an output share a scale and an offset; the last ones
+// may be fewer:
 //   codes    [groups][panels][inputs of the group][32 outputs]; value = offset + scale * code
 //   scales, offsets   [num_in / 32][panels][32 outputs]
 // so that whoever computes some panels reads runs of memory, once for kRowBlock rows.
@@ -204,7 +205,7 @@ struct Kernels {
   // 64-byte aligned.
   void (*multiply_int8)(const Int8Product& product, std::int64_t first_panel, std::int64_t last_panel,
                         float* workspace);
-  // Some units of a product; one is a panel with a block of kProductRows rows.
+  // Some units of a product; one is a panel with a block of rows.
   void (*multiply)(const Product& product, std::int64_t first_unit, std::int64_t last_unit);
   bool has_pair_products;
   // The first of the largest values; -1 where not all of them are finite.

@@ -1,9 +1,9 @@
 // Products of the S-Part's rows with weights, which are floats or codes of 8 bits. Included after a vec_<isa>.h.
 //
-// Tiles of a few rows are multiplied with a panel of weights, their sums in registers, a group of inputs at a time; codes
-// become values once for all rows of a block. Each output is the sum, over groups in their order, of sums over a group's
-// inputs in their order, each product and sum rounded at once: its bits depend on its row and column alone, not on the
-// other rows, on who computes what, or on the instruction set. Where the processor multiplies pairs of bfloat16
+// Tiles of a few rows are multiplied with a panel of weights, their sums in registers, a group of inputs at a time;
+// codes become values once for all rows of a block. Each output is the sum, over groups in their order, of sums over a
+// group's inputs in their order, each product and sum rounded at once: its bits depend on its row and column alone, not
+// on the other rows, on who computes what, or on the instruction set. Where the processor multiplies pairs of bfloat16
 // (`kHasPairProducts`), products of such rows round as it does.
 #pragma once
 
@@ -17,6 +17,7 @@ namespace {
 constexpr int kOutVecs = 2;  // vectors of outputs of a tile
 constexpr int kTileOut = kOutVecs * Vec::width;
 constexpr int kTileRows = Vec::registers >= 32 ? 12 : Vec::registers >= 16 ? 6 : 2;
+constexpr int kWideTileRows = Vec::registers >= 32 ? 12 : Vec::registers >= 16 ? 4 : 2;  // beside twice the weights
 constexpr int kAhead = 16;  // steps between what is multiplied and what is fetched into the cache
 
 #ifdef __AVX512BF16__
@@ -25,12 +26,12 @@ constexpr bool kHasPairProducts = true;
 constexpr bool kHasPairProducts = false;
 #endif
 
-// A step of a tile: what rows and weights are, and how one or two inputs of all rows are multiplied with kPanelOut
-// outputs and added.
+// A step of a tile: what rows and weights are, how many rows' sums fit in the registers, and how one or two inputs of
+// all rows are multiplied with kTileOut outputs and added.
 struct FloatStep {
   using Row = float;
   using Weight = float;
-  static constexpr int inputs = 1;
+  static constexpr int inputs = 1, tile_rows = kTileRows;
 
   template <int R>
   static void add_to(Vec (&sums)[R][kOutVecs], const float* rows, std::int64_t stride, const float* weights) {
@@ -50,7 +51,7 @@ struct FloatStep {
 struct WidePairStep {
   using Row = float;
   using Weight = BFloat16;
-  static constexpr int inputs = 2;
+  static constexpr int inputs = 2, tile_rows = kWideTileRows;
 
   template <int R>
   static void add_to(Vec (&sums)[R][kOutVecs], const float* rows, std::int64_t stride, const BFloat16* weights) {
@@ -81,7 +82,7 @@ float read_lane(const void* p) {
 struct PairStep {
   using Row = BFloat16;
   using Weight = BFloat16;
-  static constexpr int inputs = 2;
+  static constexpr int inputs = 2, tile_rows = kTileRows;
 
   template <int R>
   static void add_to(Vec (&sums)[R][kOutVecs], const BFloat16* rows, std::int64_t stride, const BFloat16* weights) {
@@ -141,15 +142,16 @@ template <class Step>
 void multiply_panel(const typename Step::Row* rows, std::int64_t stride, std::int64_t num_rows,
                     const typename Step::Weight* weights, std::int64_t count, float* out, std::int64_t out_stride,
                     bool is_first) {
+  constexpr int kRows = Step::tile_rows;
   for (int first = 0; first < fastdecode::kPanelOut; first += kTileOut) {
     const typename Step::Weight* w = weights + first * Step::inputs;
     std::int64_t r = 0;
-    for (; r + kTileRows <= num_rows; r += kTileRows) {
-      multiply_tile<Step, kTileRows>(rows + r * stride, stride, w, count, out + r * out_stride + first, out_stride,
-                                     is_first);
+    for (; r + kRows <= num_rows; r += kRows) {
+      multiply_tile<Step, kRows>(rows + r * stride, stride, w, count, out + r * out_stride + first, out_stride,
+                                 is_first);
     }
-    multiply_rest<Step, kTileRows - 1>(num_rows - r, rows + r * stride, stride, w, count,
-                                       out + r * out_stride + first, out_stride, is_first);
+    multiply_rest<Step, kRows - 1>(num_rows - r, rows + r * stride, stride, w, count, out + r * out_stride + first,
+                                   out_stride, is_first);
   }
 }
 
@@ -189,13 +191,14 @@ struct UnitPlace {
 
 template <class Step, class T>
 void multiply_units(const fastdecode::Product& p, std::int64_t first_unit, std::int64_t last_unit) {
-  constexpr std::int64_t kOut = fastdecode::kPanelOut, kRows = fastdecode::kProductRows, kIn = fastdecode::kProductIn;
-  const std::int64_t num_blocks = (p.num_rows + kRows - 1) / kRows, num_panels = (p.num_out + kOut - 1) / kOut;
-  alignas(64) float sums[kRows * kOut];
+  constexpr std::int64_t kOut = fastdecode::kPanelOut, kIn = fastdecode::kProductIn;
+  const std::int64_t num_blocks = (p.num_rows + p.block_rows - 1) / p.block_rows;
+  const std::int64_t num_panels = (p.num_out + kOut - 1) / kOut;
+  alignas(64) float sums[fastdecode::kProductRows * kOut];
   for (std::int64_t unit = first_unit; unit < last_unit; ++unit) {
     const UnitPlace at(unit, num_blocks, num_panels);
-    const std::int64_t row = at.block * kRows, out = at.panel * kOut;
-    const std::int64_t num_rows = p.num_rows - row < kRows ? p.num_rows - row : kRows;
+    const std::int64_t row = at.block * p.block_rows, out = at.panel * kOut;
+    const std::int64_t num_rows = p.num_rows - row < p.block_rows ? p.num_rows - row : p.block_rows;
     const auto* rows = static_cast<const typename Step::Row*>(p.rows) + row * p.row_stride;
     const auto* weights = static_cast<const typename Step::Weight*>(p.weights) + out * p.num_in;
     for (std::int64_t k = 0; k < p.num_in; k += kIn) {

@@ -1,6 +1,6 @@
-// What the S-Part does to a row beside matrix products: norm, activation, rotation, conversion to the wire type. Included
-// after a vec_<isa>.h. Every product and sum is rounded on its own and sums have a fixed order, so that all instruction
-// sets give the same bits; the last values of a row go through the same vectors as the others.
+// What the S-Part does to a row beside matrix products: norm, activation, rotation, conversion to the wire type.
+// Included after a vec_<isa>.h. Every product and sum is rounded on its own and sums have a fixed order, so that all
+// instruction sets give the same bits; the last values of a row go through the same vectors as the others.
 #pragma once
 
 #include <math.h>

@@ -39,6 +39,19 @@ def test_a_matrix_stays_as_it_is(num_out: int, num_in: int, dtype: torch.dtype) 
     assert packed.nbytes == math.ceil(num_out / PANEL) * PANEL * math.ceil(num_in / pairs) * pairs * weight.itemsize
 
 
+@dtypes
+def test_of_a_matrix_that_does_not_fill_its_panels_only_the_last_one_is_copied_once_more(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    padded, pad = [], panel_weights.F.pad
+    monkeypatch.setattr(panel_weights.F, "pad", lambda x, more: padded.append(len(x)) or pad(x, more))
+    weight = random(33 * PANEL + 5, 64, dtype=dtype)
+    assert torch.equal(PanelWeight(weight).unpacked(), weight)
+    assert padded == [5]
+    views = random(64, 70, dtype=dtype).T, random(70, 128, dtype=dtype)[:, 32:96]
+    assert all(torch.equal(PanelWeight(view).unpacked(), view) for view in views)
+
+
 @shapes
 @dtypes
 def test_products_are_near_those_of_float64(isa, num_out: int, num_in: int, dtype: torch.dtype) -> None:
@@ -61,7 +74,7 @@ def test_bits_do_not_depend_on_threads_neighbours_or_place_nor_on_the_instructio
         select_isa(isa)
         # A processor's own products of pairs of bf16 round as they do.
         whole = by_rounding.setdefault(dtype == torch.bfloat16 and _kernels.has_pair_products(), packed.multiply(x))
-        for threads in (1, 2, 3, 7):
+        for threads in (1, 2, 3, 7, 24):  # the last ones share out a panel's rows
             torch.set_num_threads(threads)
             assert torch.equal(packed.multiply(x), whole)
             for rows in ([499], [3, 4], list(range(499, -1, -1)), list(range(100, 117)), list(range(241))):

@@ -85,8 +85,11 @@ def test_without_the_operator_weights_stay_as_they_are(monkeypatch):
     assert torch.equal(linear(weight, weight), weight @ weight.T)
 
 
+@pytest.mark.parametrize("own", [True, False], ids=["own kernel", "oneDNN"])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_rows_of_a_packed_model_have_the_same_bits_in_any_batch(threads):
+def test_rows_of_a_packed_model_have_the_same_bits_in_any_batch(threads, own, monkeypatch):
+    if not own:
+        monkeypatch.setattr(products, "pays", lambda dtype: False)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

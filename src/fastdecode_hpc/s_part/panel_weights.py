@@ -45,11 +45,11 @@ class PanelWeight:
 
     def __init__(self, weight: Tensor) -> None:
         self.num_out, self.num_in = weight.shape
-        pairs = 1 if weight.dtype == torch.float32 else 2
-        more_in, more_out = -self.num_in % pairs, -self.num_out % row_kernels.PANEL
-        padded = F.pad(weight, (0, more_in, 0, more_out)) if more_in or more_out else weight
-        parts = padded.unflatten(1, (-1, pairs)).unflatten(0, (-1, row_kernels.PANEL))
-        self.panels = parts.transpose(1, 2).contiguous()
+        pairs, panel = 1 if weight.dtype == torch.float32 else 2, row_kernels.PANEL
+        self.panels = weight.new_empty(-(-self.num_out // panel), -(-self.num_in // pairs), panel, pairs)
+        full = self.num_out // panel  # apart from the last one, so that not all is copied to fill that one up
+        _put(weight[: full * panel], self.panels[:full])
+        _put(weight[full * panel :], self.panels[full:])
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -81,6 +81,14 @@ class PanelWeight:
     def unpacked(self) -> Tensor:
         """The whole matrix as it was."""
         return self.panels.transpose(1, 2).flatten(2).flatten(0, 1)[: self.num_out, : self.num_in]
+
+
+def _put(weight: Tensor, panels: Tensor) -> None:
+    """Copy outputs to their panels, with zeros where these are larger."""
+    target = panels.transpose(1, 2)
+    num_panels, panel, steps, pairs = target.shape
+    more = (0, steps * pairs - weight.shape[1], 0, num_panels * panel - weight.shape[0])
+    target.copy_((F.pad(weight, more) if any(more) else weight).view(target.shape))
 
 
 def _has_tiles() -> bool:

@@ -1,4 +1,4 @@
-"""Native kernels for what a layer does to its rows, beside the matrix products that torch does; for tensors of a CPU.
+"""Native kernels for what a layer does to its rows; for tensors of a CPU.
 
 Notes
 -----
