@@ -119,7 +119,7 @@ def _load(planner: Planner, plan: Plan) -> list[str]:
 def _shares(planner: Planner, plan: Plan) -> list[str]:
     """Where R-workers are unlike: shares follow, as far as memory allows."""
     best = plan.best
-    shares, room = planner.shares(best), planner.room(best.num_workers)
+    shares, room = planner.shares(best), planner.room.of_each(best.num_workers)
     text = shares.describe()
     wanted = {rank: int(share * best.batch_size + 1e-6) for rank, share in shares.ideal().items()}
     full = [
