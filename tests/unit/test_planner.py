@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import shlex
 import subprocess
 import sys
@@ -610,6 +611,13 @@ def test_a_bad_line_of_lengths_is_named(tmp_path, line):
         read_lengths(path)
 
 
+def test_prompts_given_as_lengths_are_told_from_them(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "Hi"}\n')
+    with pytest.raises(ConfigError, match=r"line 1 .* no prompt_len and no output_len; .* output"):
+        read_lengths(path)
+
+
 COMMON = ["--model", "llama-2-7b", "--profile", "a10-epyc7452"]
 
 
@@ -664,6 +672,11 @@ def test_simulate_prints_what_a_job_would_take(tmp_path):
     figures = json.loads(out.read_text())["figures"]
     assert figures["output_tokens"] == 9 * 16
     assert figures["tokens_per_s"] == pytest.approx(9 * 16 / figures["wall_s"])
+    told = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if line.startswith(("output", "time")))
+    assert told == {"output": "144 tokens", "time": f"{figures['wall_s']:.3f} s"}
+    own = next(line for line in done.stdout.splitlines() if line.startswith("rank 0's time"))
+    assert sum(float(part) for part in re.findall(r"([\d.]+)%", own)) == pytest.approx(100, abs=0.3)
+    assert "replaced: --switch-bandwidth 1.07 GB/s" in done.stdout
 
 
 @pytest.mark.parametrize(
