@@ -6,6 +6,8 @@ Parsing, ``--help`` and ``--version`` import neither MPI nor torch.
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -112,7 +114,14 @@ def run_command(argv: Sequence[str]) -> int:
     args = build_parser().parse_args(argv)
     try:
         func: Callable[[argparse.Namespace, Sequence[str]], int] = args.func
-        return func(args, argv)
+        code = func(args, argv)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # of `fastdecode ... | head`
+        if detect().kind != "none":  # a rank's mistakes end the job
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what the interpreter flushes at its end
+        return 128 + signal.SIGPIPE
     except ConfigError as error:
         if speaks():
             print(f"fastdecode: {error}", file=sys.stderr)

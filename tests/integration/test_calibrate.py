@@ -78,7 +78,7 @@ def test_other_s_parts_are_measured_and_planned_for(checkpoint, tmp_path, option
         pytest.param(["--contexts", "64,9999"], "takes at most", marks=pytest.mark.slow),
         (["--prompts", "1x16,2x16,1x9999"], "--prompts has 1x9999"),
         (["--prompts", "1x16,2x16,32x16"], "up to the largest batch"),
-        pytest.param(["--prompts", "1x16,2x16"], "less than three", marks=pytest.mark.slow),
+        pytest.param(["--prompts", "1x16,2x16"], "at least three", marks=pytest.mark.slow),
         pytest.param(["--batch-sizes", "1,8"], "must be at least 2", marks=pytest.mark.slow),
         pytest.param(["--batch-sizes", "8"], "one value", marks=pytest.mark.slow),
         (["--kv-memory-bytes", "200K"], "of KV cache"),

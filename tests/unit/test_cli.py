@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,13 @@ def test_every_flag_beside_those_of_a_run_is_in_its_page(words: tuple[str, ...],
         for option in action.option_strings:
             if option.startswith("--") and option not in {"--help", "--model", *of_a_run} and "--no-" not in option:
                 assert option in text, f"docs/{page} does not name {option}"
+
+
+def test_a_reader_that_has_gone_is_no_error() -> None:
+    command = [sys.executable, "-m", "fastdecode_hpc", "models"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        run.stdout.close()  # as `head` leaves it
+        assert (run.wait(60), run.stderr.read()) == (141, "")
 
 
 def test_defaults_of_flags_are_those_of_the_configuration() -> None:

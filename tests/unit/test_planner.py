@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import shlex
 import subprocess
 import sys
@@ -477,7 +478,7 @@ def sequences_placed(profile: Profile, config: RunConfig, lengths: Lengths, batc
 def test_a_batch_is_dealt_out_as_a_run_places_it_in_the_memory_of_each_worker(workers, slots, lengths, data):
     profile, config = unlike_profile(*workers), RunConfig(num_slots=slots)
     planner = Planner(profile, MODEL, config, Wish((lengths,)))
-    room = planner.room(len(workers))
+    room = planner.room.of_each(len(workers))
     batch_size = data.draw(st.integers(1, sum(room)))
     choice = planner._evaluate(len(workers), batch_size)
     dealt = planner.sequences(choice)
@@ -499,7 +500,7 @@ def test_a_worker_with_a_fraction_of_the_memory_gets_what_it_can_hold_and_is_nam
     profile = unlike_profile((1e9, 4e7), (1e9, 4e7), (1e9, 4e6))
     planner = Planner(profile, MODEL, RunConfig(), Wish((Lengths(1, 255),)))
     plan = Plan(planner._evaluate(3, 90), [planner._evaluate(3, 90)], None, None, 1.0, 1, 1, 1.0, 1.0, None)
-    held = planner.room(3)[2]
+    held = planner.room.of_each(3)[2]
     assert held == int(4e6 * 0.85) // planner.layout.bytes_for(257) < 30
     rest = (90 - held) / 2
     assert planner.sequences(plan.best) == {1: pytest.approx(rest, abs=1), 2: pytest.approx(rest, abs=1), 3: held}
@@ -546,7 +547,7 @@ def test_where_more_rows_give_less_the_best_batch_is_found():
     """Profile h100-epyc7452 is at its best at 512 rows of a mini-batch."""
     planner, plan = plan_of("llama-2-70b", load_profile("h100-epyc7452"), length=256)
     for choice in plan.choices:
-        sizes = [size for size in (256, 512, 1024, 1536, 2048) if size <= sum(planner.room(choice.num_workers))]
+        sizes = [size for size in (256, 512, 1024, 1536, 2048) if size <= sum(planner.room.of_each(choice.num_workers))]
         rates = [planner._evaluate(choice.num_workers, size).tokens_per_s for size in sizes]
         assert choice.tokens_per_s >= 0.96 * max(rates)
 
@@ -610,6 +611,13 @@ def test_a_bad_line_of_lengths_is_named(tmp_path, line):
         read_lengths(path)
 
 
+def test_prompts_given_as_lengths_are_told_from_them(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "Hi"}\n')
+    with pytest.raises(ConfigError, match=r"line 1 .* no prompt_len and no output_len; .* output"):
+        read_lengths(path)
+
+
 COMMON = ["--model", "llama-2-7b", "--profile", "a10-epyc7452"]
 
 
@@ -664,6 +672,11 @@ def test_simulate_prints_what_a_job_would_take(tmp_path):
     figures = json.loads(out.read_text())["figures"]
     assert figures["output_tokens"] == 9 * 16
     assert figures["tokens_per_s"] == pytest.approx(9 * 16 / figures["wall_s"])
+    told = dict(line.split(maxsplit=1) for line in done.stdout.splitlines() if line.startswith(("output", "time")))
+    assert told == {"output": "144 tokens", "time": f"{figures['wall_s']:.3f} s"}
+    own = next(line for line in done.stdout.splitlines() if line.startswith("rank 0's time"))
+    assert sum(float(part) for part in re.findall(r"([\d.]+)%", own)) == pytest.approx(100, abs=0.3)
+    assert "replaced: --switch-bandwidth 1.07 GB/s" in done.stdout
 
 
 @pytest.mark.parametrize(

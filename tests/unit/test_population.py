@@ -90,7 +90,7 @@ def test_a_plan_of_ragged_lengths_is_what_the_schedule_does(schedule):
 def test_memory_holds_as_many_rows_as_the_plan_says():
     lengths = log_normal(1200)
     planner = Planner(PAPER, MODEL, RunConfig(), Wish(lengths, r_memory_bytes=1e9))
-    fits = planner.sequences_that_fit(2)
+    fits = planner.room.of_all(2)
     config = RunConfig(max_batch_size=10 * fits, kv_memory_bytes=int(0.85e9))
     result = Simulation(PAPER, MODEL, config, num_workers=2, given_kv=True).run(lengths)
     rows = np.bincount([step.step for step in result.steps], [step.num_rows for step in result.steps])
@@ -127,4 +127,4 @@ def test_layers_with_and_without_a_window_read_what_they_see():
     # Blocks are shared by layers as the model's longest sequence needs them: the window's are soon all taken.
     blocks = planner.layout.split_budget(int(0.85 * 128e9), model.max_context_len, 1)
     need = planner.layout.worst_case(1001)
-    assert planner.sequences_that_fit(1) == math.floor(min(np.array(blocks) / need))
+    assert planner.room.of_all(1) == math.floor(min(np.array(blocks) / need))

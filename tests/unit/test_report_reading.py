@@ -59,6 +59,26 @@ def test_show_of_many_ranks_is_short(tmp_path: Path) -> None:
     assert len(re.findall(r"^  \d+ +[\d. ]+$", shown, re.MULTILINE)) < 14
 
 
+def test_show_lists_settings_in_lines_that_fit_a_page(tmp_path: Path) -> None:
+    class Wordy(MadeUpRun):
+        def attributes(self) -> dict:
+            given = super().attributes()
+            ranks = [{**one, "cores": list(range(64)), "isa": "avx2", "gpus": 0} for one in given["ranks"]]
+            options = {f"option_{number}": number / 3 for number in range(40)}
+            nothing = {"profile": None, "stop": []}
+            return {**given, "ranks": ranks, "config": {**options, **nothing, "pinned": False}, "slurm": {}}
+
+    shown = format_report(Wordy(num_ranks=20, num_steps=3).write(tmp_path / "run.h5"))
+    head = shown[: shown.index("\n\n")].splitlines()
+    assert max(map(len, head)) <= 118
+    assert "ranks              rank 0, threads 4, cores 0-63, isa avx2, gpus 0" in head
+    assert " " * 19 + "and 8 more" in head
+    words = " ".join(line[19:] for line in head)
+    assert all(f"option_{number} {number / 3:g}, " in words for number in range(40)) and "pinned no" in words
+    assert not any(name in words for name in ("profile", "stop"))
+    assert not any(line.startswith("slurm") for line in head)
+
+
 def test_an_older_report_is_read_and_says_what_it_lacks(path: Path, tmp_path: Path) -> None:
     old = as_version_1(path, tmp_path / "old.h5")
     assert "where time went" in format_report(old)

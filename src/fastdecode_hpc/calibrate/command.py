@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fastdecode_hpc.transport.mpi import World
 
 MIN_ROUNDS = 3
+UNSTEADY = 0.2  # spread of a step from which on the profile is doubtful
 RUN_OPTIONS = (
     "model", "load_format", "num_layers", "ranks", "device", "dtype", "weight_dtype", "s_part", "trust_remote_code",
     "cuda_graphs", "wire_dtype",
@@ -40,11 +41,12 @@ def add_arguments(commands: Any) -> None:
     parser.add_argument("--name", metavar="TEXT", help="of the profile (default: the file's)")
     parser.add_argument(
         "--batch-sizes", type=_numbers, default=[16, 64, 128], metavar="N,...",
-        help="sequences over all slots (default: 16,64,128)",
+        help="sequences over all slots, at least 2 numbers (default: 16,64,128)",
     )  # fmt: skip
     parser.add_argument(
-        "--contexts", type=_numbers, default=[128, 512], metavar="N,...", help="tokens each (default: 128,512)"
-    )
+        "--contexts", type=_numbers, default=[128, 512], metavar="N,...",
+        help="tokens each, at least 2 numbers (default: 128,512)",
+    )  # fmt: skip
     parser.add_argument(
         "--kv-dtypes",
         type=as_type(split_kv_dtypes),
@@ -54,10 +56,12 @@ def add_arguments(commands: Any) -> None:
     )
     parser.add_argument(
         "--prompts", type=_prompts, default=[(1, 64), (1, 256), (2, 256), (1, 1024), (8, 16)], metavar="NxLEN,...",
-        help="prompts computed together (default: 1x64,1x256,2x256,1x1024,8x16)",
+        help="prompts computed together, number x length, at least 3 (default: 1x64,1x256,2x256,1x1024,8x16)",
     )  # fmt: skip
     parser.add_argument("--steps", type=int, default=16, metavar="N", help="steps of a measurement (default: 16)")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of which medians are taken (default: 5)")
+    parser.add_argument(
+        "--rounds", type=int, default=5, metavar="N", help="of which medians are taken, at least 3 (default: 5)"
+    )
     add_run_options(parser.add_argument_group("run, as of generate"), RUN_OPTIONS)
     parser.set_defaults(func=run_calibrate)
 
@@ -104,7 +108,10 @@ def _check_enough(args: argparse.Namespace) -> None:
         if len(getattr(args, name)) < 2:
             raise ConfigError(f"--{name.replace('_', '-')} has one value; give at least two, so that a fit is possible")
     if len(args.prompts) < 3:
-        raise ConfigError("--prompts has less than three; give several lengths, and one of several prompts together")
+        raise ConfigError(
+            f"--prompts has {','.join(f'{count}x{length}' for count, length in args.prompts)}; give at least three, "
+            "of several lengths, and one of several prompts together"
+        )
 
 
 def _run_rank(args: argparse.Namespace, run: RunConfig, world: World | None) -> int:
@@ -132,6 +139,7 @@ def _run_rank(args: argparse.Namespace, run: RunConfig, world: World | None) -> 
     profile = _profile(args, run, session, measured)
     save_profile(args.output, profile)
     print(format_profile(profile))
+    print(f"written to {args.output}, for plan, simulate and generate to take (--profile {args.output})")
     return 0
 
 
@@ -221,4 +229,9 @@ def format_profile(profile: Profile) -> str:
         for entry in profile.residuals["steps"]
     ]
     lines += [f"note: {note}" for note in profile.notes]
+    if (spread := max((entry["spread"] for entry in profile.residuals["steps"]), default=0.0)) > UNSTEADY:
+        lines.append(
+            f"note: steps varied by up to {spread:.0%}, so that predictions can't be better than that; measure on idle "
+            "nodes, with more --rounds"
+        )
     return "\n".join(lines)

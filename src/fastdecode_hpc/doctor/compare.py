@@ -96,7 +96,7 @@ def compare(
         text = f"all {len(everyone)} have the same program, MPI library, Python and instruction sets"
         found.append(Finding("ranks", OK, text))
     if not any(one.check == "placement" for one in found):
-        found.append(Finding("placement", OK, "no rank spans NUMA nodes, shares cores or lacks some"))
+        found.append(Finding("placement", OK, "no rank spans NUMA nodes, and there is a core for each thread"))
     return found
 
 

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from fastdecode_hpc.planner.lengths import Lengths
     from fastdecode_hpc.planner.plan import Plan, Planner
     from fastdecode_hpc.planner.profile import Profile
-    from fastdecode_hpc.planner.simulate import SimulatedRun, Simulation
 
 PLAN_OPTIONS = (
     "trust_remote_code",
@@ -45,7 +44,12 @@ SIMULATE_OPTIONS = (
     "kv_memory_bytes",
     "r_worker_weights",
 )
-LINKS = ("latency", "link_bandwidth", "s_bandwidth", "switch_bandwidth")
+LINKS = {  # option |-> how it is told
+    "latency": (1e6, "us"),
+    "link_bandwidth": (1e-9, "GB/s"),
+    "s_bandwidth": (1e-9, "GB/s"),
+    "switch_bandwidth": (1e-9, "GB/s"),
+}
 MODEL_HELP = "as of generate, or a well-known shape: llama-2-7b, llama-2-13b, llama-3-8b, llama-3-70b, opt-175b, ..."
 
 
@@ -196,7 +200,7 @@ def run_simulate(args: argparse.Namespace, argv: Sequence[str]) -> int:
     from fastdecode_hpc.planner.profile import load_profile
     from fastdecode_hpc.planner.shapes import find_shape
     from fastdecode_hpc.planner.simulate import Simulation
-    from fastdecode_hpc.planner.text import describe_profile
+    from fastdecode_hpc.planner.text import describe_profile, format_simulation, simulation_figures
 
     _check_simulate(args)
     known = load_profile(args.profile)
@@ -218,12 +222,12 @@ def run_simulate(args: argparse.Namespace, argv: Sequence[str]) -> int:
     result = simulation.run(lengths)
     figures = simulation_figures(simulation, result)
     changed = [
-        f"--{name.replace('_', '-')} {','.join(f'{x:g}' for x in values)}"
-        for name in LINKS
+        f"--{name.replace('_', '-')} {', '.join(f'{x * factor:.3g}' for x in values)} {unit}"
+        for name, (factor, unit) in LINKS.items()
         if (values := _values(args, name))
     ]
     print(describe_profile(known, model, args.r_workers, changed))
-    print("\n".join(f"{name:28} {value:,.6g}" for name, value in figures.items()))
+    print(format_simulation(figures))
     if shares := simulation.shares.describe():
         print(f"shares of the load: {shares}")
     if args.json is not None:
@@ -267,32 +271,6 @@ def _values(args: argparse.Namespace, name: str) -> tuple[float, ...]:
     """What an option of one or several numbers has; nothing where it was not given."""
     value = getattr(args, name)
     return value if isinstance(value, tuple) else () if value is None else (value,)
-
-
-def simulation_figures(simulation: Simulation, result: SimulatedRun) -> dict[str, float]:
-    """Totals and means of a simulated run; seconds, tokens, shares."""
-    import numpy as np
-
-    from fastdecode_hpc.schedule.step_figures import step_latencies, step_loads
-
-    loads, latencies = step_loads(result.steps), step_latencies(result.steps)
-    s_part, r_part = (sum(getattr(step, name) for step in result.steps) for name in ("t_s_part", "t_r_part"))
-    prefill = sum(step.t_prefill for step in result.steps)
-    wall = max(result.wall_s, 1e-12)
-    return {
-        "num_sequences": result.num_sequences,
-        "output_tokens": result.output_tokens,
-        "wall_s": result.wall_s,
-        "tokens_per_s": result.tokens_per_s,
-        "num_steps": len(loads),
-        "step_s_median": float(np.median(latencies)) if len(latencies) else 0.0,
-        "step_s_peak": float(latencies.max(initial=0.0)),
-        "s_part_share": s_part / wall,
-        "r_part_share": r_part / wall,
-        "prefill_share": prefill / wall,
-        "wait_share": simulation.clock.t_wait / wall,
-        "peak_load_tokens": int(loads.max(initial=0)),
-    }
 
 
 def _lengths(args: argparse.Namespace, count: int) -> list[Lengths]:

@@ -88,6 +88,11 @@ def _parse(value: Any) -> list[Lengths]:
     usage = body.get("usage") if isinstance(body, dict) else None
     if isinstance(usage, dict):
         return _of_record(body, usage)
+    if missing := [name for name in ("prompt_len", "output_len") if name not in value]:
+        raise ConfigError(
+            f"it has no {' and no '.join(missing)}; a line has both, or is a record of an earlier job's "
+            "output, with usage"
+        )
     return [Lengths(value.get("prompt_len"), value.get("output_len"), value.get("max_new_tokens", 0))]  # type: ignore[arg-type]
 
 

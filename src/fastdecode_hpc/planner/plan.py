@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 
@@ -18,6 +16,8 @@ from fastdecode_hpc.planner.costs import Costs, wire_row_bytes
 from fastdecode_hpc.planner.lengths import Lengths, check_lengths
 from fastdecode_hpc.planner.population import Population
 from fastdecode_hpc.planner.profile import Profile
+from fastdecode_hpc.planner.prompts import PromptWork
+from fastdecode_hpc.planner.room import Room
 from fastdecode_hpc.planner.steady import SteadyStep, steady_step, weighted
 from fastdecode_hpc.schedule.kv_layout import KVLayout
 from fastdecode_hpc.schedule.load_stabilizing import choose_interval
@@ -27,7 +27,6 @@ from fastdecode_hpc.setup import KV_SHARE
 ENOUGH = 0.97  # of the most tokens/s that any batch gives: a larger batch than needed only adds latency
 PAYS = 0.05  # by how much one more socket must raise tokens/s
 HURTS = 0.005
-PROMPTS_TIMED = 256  # of all, to know what a prompt takes
 SIZES_AN_OCTAVE = 3  # batches that are tried between one and its double
 
 
@@ -63,7 +62,7 @@ class Choice:
     num_workers, batch_size : int
     tokens_per_s : float
     step : SteadyStep
-        At the mean context of a sequence.
+        Mean over the steps of a run.
     peak_step_s : float
         Of the longest step: at the end of a batch that started together, or the same as any under the
         load-stabilizing schedule.
@@ -110,7 +109,7 @@ class Plan:
     balance_workers : float
         R-workers with which both parts take equally long at the proposed batch (the paper's equation 11).
     transfer_ratio : float
-        KV bytes read over bytes sent, at the mean context.
+        KV bytes read over bytes sent, of all rows of a step.
     gpu_only : GpuOnly or None
         None where the profile does not know the device's memory and bandwidth.
     """
@@ -138,6 +137,12 @@ class Planner:
         Types, slots and schedule count.
     wish : Wish
 
+    Attributes
+    ----------
+    population : Population
+    layout : KVLayout
+    room : Room
+
     Raises
     ------
     ConfigError
@@ -158,17 +163,15 @@ class Planner:
         self._tables = self._costs.read_tables(self.population.longest)
         self._phases = self.population.phases(self._tables, starts_together=config.schedule == "greedy")
         self._loads = self.layout.loads(np.arange(self.population.longest + 1)) / model.num_layers
-        self._row_blocks = self.population.mean_blocks(self.layout)
-        self._prompt_bytes = self._kept_tokens() * self._costs.kv_bytes(1)
-        self._rooms: dict[int, list[int]] = {}  # by R-workers
-        self._prompt_times: dict[int, float] = {}  # by prompts that are computed together
+        self.room = Room(profile, model, self.layout, self.population, wish.r_memory_bytes)
+        self._prompts = PromptWork(self._costs, config, self.population)
 
     def plan(self, max_workers: int = 16) -> Plan:
         """The best choice of each number of R-workers up to `max_workers`, and the one to take."""
         found = [self.choose(count) for count in range(1, max_workers + 1)]
         choices = [choice for choice in found if choice is not None]
         if not choices:
-            raise ConfigError(self._nothing_fits(max_workers))
+            raise ConfigError(self.room.refusal())
         best = self._best(choices)
         interval = choose_interval(
             self.population.mean_steps,
@@ -196,13 +199,13 @@ class Planner:
     def sequences(self, choice: Choice) -> dict[int, int]:
         """How many each R-worker gets of the batch, by rank."""
         costs = Costs(self.profile, self.model, self.config, num_workers=choice.num_workers)
-        room, context_len = self.room(choice.num_workers), self.population.mean_context
+        room, context_len = self.room.of_each(choice.num_workers), self.population.mean_context
         dealt = costs.deal_batch(choice.batch_size, self.config.num_slots, context_len, room)
         return dict(zip(costs.owners, np.sum(dealt, axis=0).tolist(), strict=True))
 
     def choose(self, num_workers: int) -> Choice | None:
         """The best batch for so many R-workers; None if not one sequence fits."""
-        by_memory = self.sequences_that_fit(num_workers)
+        by_memory = self.room.of_all(num_workers)
         if not by_memory:
             return None
         # Beyond the rows that were measured nobody knows what the S-Part takes.
@@ -223,37 +226,6 @@ class Planner:
         why = "KV memory" if by_memory <= known else "rows measured"
         return dataclasses.replace(chosen, limited_by=why if len(in_time) == len(tried) else "latency target")
 
-    def sequences_that_fit(self, num_workers: int) -> int:
-        """Rows whose reservations the R-workers can hold, as admission counts them; 0 if the longest fits nowhere."""
-        workers = range(num_workers)
-        longest = self.layout.worst_case(self._longest_need)
-        if not any(all(a >= b for a, b in zip(self._blocks(w, 1), longest, strict=True)) for w in workers):
-            return 0
-        sizes = [group.block_bytes(self.layout.block_size) for group in self.layout.groups]
-        most = sum(int(self._kv_bytes(worker) // (self._row_blocks @ sizes)) for worker in workers)
-        return bisect.bisect_left(  # copies of recent tokens are made for so many: with more of them less is left
-            range(1, most + 1), True, key=lambda count: sum(self._rows_of(w, count) for w in workers) < count
-        )
-
-    def room(self, num_workers: int) -> list[int]:
-        """Rows whose reservations each R-worker can hold, where all hold as many as they can."""
-        if num_workers not in self._rooms:
-            most = self.sequences_that_fit(num_workers)
-            self._rooms[num_workers] = [self._rows_of(worker, most) if most else 0 for worker in range(num_workers)]
-        return self._rooms[num_workers]
-
-    def _rows_of(self, worker: int, max_sequences: int) -> int:
-        return int((np.array(self._blocks(worker, max_sequences)) / self._row_blocks + 1e-9).min())
-
-    def _blocks(self, worker: int, max_sequences: int) -> tuple[int, ...]:
-        """KV blocks of an R-worker for each group, as a run has them."""
-        return self.layout.split_budget(int(self._kv_bytes(worker)), self.model.max_context_len, max_sequences)
-
-    @property
-    def _longest_need(self) -> int:
-        """Tokens that the longest sequence reserves: a spare one, too."""
-        return max(entry.longest for entry in self.wish.lengths) + 1
-
     def gpu_only(self) -> GpuOnly | None:
         """What an engine would give that keeps the cache on the device."""
         device = self.profile.s_part
@@ -265,7 +237,7 @@ class Planner:
         if batch < 1:
             return GpuOnly(0, 0.0, None)
         read = batch * self._row_bytes / device.read_bandwidth
-        step = self.model.num_layers * self._costs.s_layer(batch) + read + self._prefill_s(batch, batch)
+        step = self.model.num_layers * self._costs.s_layer(batch) + read + self._prompts.step_s(batch, batch)
         rate = batch * self.population.tokens_a_row / step
         return GpuOnly(batch, rate, self._price(rate, 0))
 
@@ -274,15 +246,6 @@ class Planner:
         """Bytes of K and V that a row reads in a step, mean over rows."""
         tables = zip(self.layout.main_groups, self._tables, strict=True)
         return sum(len(group.layers) * self.population.mean_of_rows(table) for group, table in tables)
-
-    def _kv_bytes(self, worker: int) -> float:
-        given = self.wish.r_memory_bytes
-        memory = self.profile.r_part(worker).memory_bytes if given is None else given
-        if not memory:
-            raise ConfigError(
-                f"profile {self.profile.name} does not say how much memory an R-worker has; give it (--r-memory SIZE)"
-            )
-        return memory * KV_SHARE
 
     def _evaluate(self, num_workers: int, batch_size: int) -> Choice:
         steps = [(phase.weight, self._steady(num_workers, batch_size, phase.reads)) for phase in self._phases]
@@ -308,44 +271,10 @@ class Planner:
             batch_size=batch_size,
             context_len=self.population.mean_context,
             reads=reads,
-            room=self.room(num_workers),
-            prefill_s=self._prefill_s(batch_size, together),
-            prefill_bytes=batch_size / self.population.mean_steps * self._prompt_bytes,
+            room=self.room.of_each(num_workers),
+            prefill_s=self._prompts.step_s(batch_size, together),
+            prefill_bytes=self._prompts.step_bytes(batch_size),
         )
-
-    def _prefill_s(self, batch_size: int, together: int) -> float:
-        """Seconds of prompts in a step; at least `together` of them are there at a time."""
-        starts = batch_size * self.population.starts_a_row
-        return starts * self._prompt_s(max(together, round(starts / self.config.num_slots), 1))
-
-    def _prompt_s(self, together: int) -> float:
-        """Mean seconds of a prompt, where so many are computed together if they may be."""
-        if together not in self._prompt_times:
-            places = np.unique(np.linspace(0, len(self.wish.lengths) - 1, PROMPTS_TIMED).astype(int))
-            found = itertools.islice(
-                itertools.cycle([self.wish.lengths[place].prompt_len for place in places]),
-                max(len(places), min(together, PROMPTS_TIMED)),
-            )
-            prompts = list(found)
-            chunk_tokens = self.config.prefill_chunk_tokens
-            total = sum(self._costs.prompts_s(pack, chunk_tokens) for pack in self._packs(prompts, together))
-            self._prompt_times[together] = total / len(prompts)
-        return self._prompt_times[together]
-
-    def _kept_tokens(self) -> float:
-        """Token-layers of a prompt whose K and V are sent: in layers with a window its end alone."""
-        return float(self.layout.loads(self.population.prompt_lens).mean())
-
-    def _packs(self, prompts: Ordered[int], together: int) -> Iterator[list[int]]:
-        """Prompts as they come to be computed, batch by batch."""
-        pack: list[int] = []
-        for length in prompts:
-            pack.append(length)
-            if len(pack) == together or sum(pack) >= self.config.max_prefill_tokens:
-                yield pack
-                pack = []
-        if pack:
-            yield pack
 
     def _transfer_ratio(self) -> float:
         """As `transfer_ratio`, over the rows of a step."""
@@ -370,22 +299,6 @@ class Planner:
             return None
         an_hour = self.wish.price_s + num_workers * self.wish.price_r
         return an_hour / (tokens_per_s * 3600) * 1e6
-
-    def _nothing_fits(self, max_workers: int) -> str:
-        need, length = self._smallest_budget(), self._longest_need - 1
-        return (
-            f"one sequence of {length} tokens needs {need / 1e9:.3g} GB of KV cache, and an R-worker has "
-            f"{self._kv_bytes(0) / 1e9:.3g} GB for it; take a smaller kv_dtype, or more memory (--r-memory)"
-        )
-
-    def _smallest_budget(self) -> float:
-        """Bytes of KV in which the longest sequence fits, shared by layer groups as the model's longest needs them."""
-        layout, most = self.layout, self.model.max_context_len
-        groups, size = layout.main_groups, layout.block_size
-        part = max(layout.blocks_for(self._longest_need, group) / layout.blocks_for(most, group) for group in groups)
-        shared = part * sum(layout.blocks_for(most, group) * group.block_bytes(size) for group in groups)
-        copies = (group for group in layout.groups if group.is_recent)
-        return shared + sum(layout.blocks_for(most, group) * group.block_bytes(size) for group in copies)
 
 
 def _first_gain_below(choices: Ordered[Choice], gain: float) -> int | None:

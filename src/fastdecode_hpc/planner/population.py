@@ -177,7 +177,7 @@ class Population:
         count = len(self.lengths)
         return (
             f"{count} lengths: {sum(prompts) / count:.1f} + {sum(outputs) / count:.1f} tokens a sequence, the longest "
-            f"{max(entry.longest for entry in self.lengths)}; a row holds {self.mean_context:.1f} on average"
+            f"{max(entry.longest for entry in self.lengths)}; a row reads {self.mean_context:.1f} on average"
         )
 
     def load_limit(self, table: Floats, batch_size: int, interval: int) -> int:

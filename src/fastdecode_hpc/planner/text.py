@@ -7,12 +7,16 @@ import shlex
 from collections.abc import Sequence as Ordered
 from typing import Any
 
+import numpy as np
+
 from fastdecode_hpc.config import RunConfig
 from fastdecode_hpc.model_shape import ModelConfig
 from fastdecode_hpc.planner.plan import Choice, Plan, Planner, Wish
 from fastdecode_hpc.planner.profile import MEASURED, Profile
 from fastdecode_hpc.planner.shapes import SHAPES
+from fastdecode_hpc.planner.simulate import SimulatedRun, Simulation
 from fastdecode_hpc.schedule.shares import MAX_TOLD
+from fastdecode_hpc.schedule.step_figures import step_latencies, step_loads
 
 
 def format_plan(planner: Planner, plan: Plan, model: str, own_profile: str = "") -> str:
@@ -30,8 +34,9 @@ def format_plan(planner: Planner, plan: Plan, model: str, own_profile: str = "")
         "",
         *_table(planner, plan),
         "",
-        f"proposed: {best.num_workers} R-workers, batch {best.batch_size}: {best.tokens_per_s:,.0f} tokens/s, "
-        f"{best.step.step_s * 1e3:.1f} ms a step, schedule {planner.config.schedule}; limited by {best.limited_by}",
+        f"proposed: {best.num_workers} R-worker{'s'[: best.num_workers != 1]}, batch {best.batch_size}: "
+        f"{best.tokens_per_s:,.0f} tokens/s, {best.step.step_s * 1e3:.1f} ms a step, "
+        f"schedule {planner.config.schedule}; limited by {best.limited_by}",
         *_rows_measured(planner, plan),
         *_shares(planner, plan),
         f"{_lifetime(planner, best)}; the longest step takes {best.peak_step_s * 1e3:.1f} ms",
@@ -67,9 +72,57 @@ def describe_profile(profile: Profile, model: ModelConfig, num_workers: int, cha
     elif model.num_layers != profile.model.num_layers:
         lines.append(f"  of {profile.model.num_layers} layers; this model has {model.num_layers}")
     if num_workers > len(profile.r_parts):
-        lines.append(f"  of {len(profile.r_parts)} R-workers; further ones are taken to be like these")
+        lines.append(f"  R-workers after rank {len(profile.r_parts)} are taken to be like those before, in turn")
     lines += [f"  replaced: {option}" for option in changed]
     return "\n".join(lines)
+
+
+def simulation_figures(simulation: Simulation, result: SimulatedRun) -> dict[str, float]:
+    """Totals and means of a simulated run; seconds, tokens, shares."""
+    loads, latencies = step_loads(result.steps), step_latencies(result.steps)
+    s_part, r_part = (sum(getattr(step, name) for step in result.steps) for name in ("t_s_part", "t_r_part"))
+    prefill = sum(step.t_prefill for step in result.steps)
+    wall = max(result.wall_s, 1e-12)
+    return {
+        "num_sequences": result.num_sequences,
+        "output_tokens": result.output_tokens,
+        "wall_s": result.wall_s,
+        "tokens_per_s": result.tokens_per_s,
+        "num_steps": len(loads),
+        "step_s_median": float(np.median(latencies)) if len(latencies) else 0.0,
+        "step_s_peak": float(latencies.max(initial=0.0)),
+        "s_part_share": s_part / wall,
+        "r_part_share": r_part / wall,
+        "prefill_share": prefill / wall,
+        "wait_share": simulation.clock.t_wait / wall,
+        "peak_load_tokens": int(loads.max(initial=0)),
+    }
+
+
+def format_simulation(figures: dict[str, float]) -> str:
+    """The figures of a simulated run with their units, and where rank 0's time went.
+
+    Parameters
+    ----------
+    figures : dict
+        As `simulation_figures` gives them.
+    """
+    rows = [
+        ("sequences", f"{figures['num_sequences']:,}"),
+        ("output", f"{figures['output_tokens']:,} tokens"),
+        ("time", f"{figures['wall_s']:,.3f} s"),
+        ("speed", f"{figures['tokens_per_s']:,.0f} tokens/s, prompts and the job's beginning and end counted"),
+        ("steps", f"{figures['num_steps']:,}"),
+        ("a step, median", f"{figures['step_s_median'] * 1e3:,.2f} ms"),
+        ("a step, longest", f"{figures['step_s_peak'] * 1e3:,.2f} ms"),
+        ("load, largest", f"{figures['peak_load_tokens']:,} tokens of each layer's KV cache read in a step"),
+    ]
+    own = {name: figures[f"{key}_share"] for name, key in (("S-Part", "s_part"), ("prompts", "prefill"))}
+    own["waiting for R-workers"] = figures["wait_share"]
+    own["other"] = max(0.0, 1 - sum(own.values()))
+    rows.append(("rank 0's time", ", ".join(f"{name} {share:.1%}" for name, share in own.items())))
+    rows.append(("R-workers", f"the slowest attends for {figures['r_part_share']:.1%} of the time"))
+    return "\n".join(f"{name:16} {text}" for name, text in rows)
 
 
 def _table(planner: Planner, plan: Plan) -> list[str]:
@@ -119,7 +172,7 @@ def _load(planner: Planner, plan: Plan) -> list[str]:
 def _shares(planner: Planner, plan: Plan) -> list[str]:
     """Where R-workers are unlike: shares follow, as far as memory allows."""
     best = plan.best
-    shares, room = planner.shares(best), planner.room(best.num_workers)
+    shares, room = planner.shares(best), planner.room.of_each(best.num_workers)
     text = shares.describe()
     wanted = {rank: int(share * best.batch_size + 1e-6) for rank, share in shares.ideal().items()}
     full = [
@@ -134,6 +187,8 @@ def _shares(planner: Planner, plan: Plan) -> list[str]:
 
 def _pays(plan: Plan) -> list[str]:
     """From where on one more socket is wasted, or worse."""
+    if len(plan.choices) < 2:
+        return []
     if not plan.stops_paying_at:
         return ["every socket in the table adds 5 % tokens/s or more"]
     lines = [f"socket {plan.stops_paying_at} adds less than 5 % tokens/s"]
@@ -146,10 +201,11 @@ def _gpu_only(planner: Planner, plan: Plan) -> list[str]:
     alone, best, device = plan.gpu_only, plan.best, planner.profile.s_part.name
     if alone is None:
         return [
-            "without R-workers: the profile does not say how much memory the S-Part's device has and how fast it is"
+            "no comparison with a GPU-only engine: the profile does not say how much memory the S-Part's device has "
+            "and how fast it reads it"
         ]
     if not alone.batch_size:
-        return [f"without R-workers: not one sequence fits on the {device} beside the weights"]
+        return [f"a GPU-only engine is no choice: not one sequence fits on the {device} beside the weights"]
     price, is_better = "", alone.tokens_per_s > best.tokens_per_s
     if alone.cost_per_million is not None and best.cost_per_million is not None:
         price, is_better = f", {alone.cost_per_million:.3g} per 1M", alone.cost_per_million < best.cost_per_million

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from fastdecode_hpc.host import format_cores
 from fastdecode_hpc.report.figures import RankLoad, RankShares, Steps, rank_loads, rank_shares, whole_steps
 from fastdecode_hpc.report.reader import Report, open_report
 from fastdecode_hpc.report.schema import PREDICTED_UNITS, REBUILT, STEP_UNITS, partial_report
 
 MAX_RANK_LINES = 12
+WIDTH = 118  # of settings; texts stay on one line, to be copied
+HARD_SPACE = "\xa0"  # where no line is broken
 _SHOWN_STEPS = ("num_rows", "load_tokens", "t_s_part", "t_r_part", "t_transport", "t_wait", "t_prefill")
 _MEASURED = {"predicted_t_s_part": "t_s_part", "predicted_t_r_part": "t_r_part"}
 _SHARES = ("s_part", "prefill", "r_part", "exposed", "waiting", "other")
@@ -48,8 +53,39 @@ def _state_lines(report: Report, asked: Path) -> Iterator[str]:
 
 
 def _attribute_lines(report: Report) -> Iterator[str]:
+    """All of the root's attributes but for what is empty; of many ranks the first."""
     for name, value in sorted(report.attributes.items()):
-        yield f"{name:18} {json.dumps(value) if isinstance(value, dict | list) else value}"
+        if isinstance(value, dict | list):
+            told = _told(value)
+            lines = [line for text in told[:MAX_RANK_LINES] for line in _wrapped(text)]
+            lines += [f"and {len(told) - MAX_RANK_LINES} more"] if told[MAX_RANK_LINES:] else []
+        else:
+            lines = [str(value)]
+        for number, line in enumerate(lines):
+            yield f"{name if number == 0 else '':18} {line}"
+
+
+def _told(value: dict[str, Any] | list[Any]) -> list[str]:
+    """A JSON object as one text, a list of them as one each."""
+    if isinstance(value, dict):
+        given = {name: _plain(one) for name, one in value.items() if one not in (None, "", [], {})}
+        return [", ".join(f"{name} {text}".replace(" ", HARD_SPACE) for name, text in given.items())]
+    if value and all(isinstance(one, dict) for one in value):
+        return [text for one in value for text in _told(one)]
+    return [", ".join(map(_plain, value))]
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list) and value == sorted({one for one in value if isinstance(one, int)}):
+        return format_cores(tuple(value))
+    return f"{value:g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
+
+
+def _wrapped(text: str) -> list[str]:
+    lines = textwrap.wrap(text, WIDTH - 19, break_long_words=False, break_on_hyphens=False)
+    return [line.replace(HARD_SPACE, " ") for line in lines]
 
 
 def _summary_lines(report: Report) -> list[str]:
