@@ -73,7 +73,7 @@ def throughput(axes: Any, drawn: Drawn) -> None:
         if rates.any():
             _curve(axes, rates, edges, color=colour, label=label)
     mean = steps.total("num_rows") / steps.wall_s
-    axes.axhline(mean, color=BLUE, linestyle=":", label=f"decode, mean {_short(mean)}")
+    axes.axhline(mean, color=BLUE, linestyle=":", label=f"decode, prefill's time included: {_short(mean)}")
     _finish(axes, edges)
 
 
