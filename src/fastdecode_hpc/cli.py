@@ -167,9 +167,10 @@ def _run_rank(run: RunConfig, files: JobFiles, time_budget_s: float | None, worl
     engine = Engine(run, world=world, preflight=job.check, stop_requested=stop, verifies=files.verify > 0)
     try:
         if engine.is_s_rank:
-            return job.run(engine)
-        engine.work()
-        return 0
+            code = job.run(engine)
+        else:
+            engine.work()
+            code = 0
     except (ConfigError, OutputError) as error:
         if world is None:
             raise
@@ -177,6 +178,8 @@ def _run_rank(run: RunConfig, files: JobFiles, time_budget_s: float | None, worl
         print(f"fastdecode: {error}", file=sys.stderr, flush=True)
         world.abort(2 if isinstance(error, ConfigError) else 1)
         raise
+    stop.release()
+    return code
 
 
 def _job_files(args: argparse.Namespace, defaults: SamplingParams) -> JobFiles:

@@ -18,6 +18,7 @@ from fastdecode_hpc.config import ConfigError
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 END_SIGNALS = (signal.SIGTERM, signal.SIGINT)  # the second one of these ends the process at once
+WARN_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 END_MARGIN_S = 90  # before Slurm ends a job
 SAME_REQUEST_S = 1.0  # copies of one signal that come within this time count once
 
@@ -108,6 +109,14 @@ class StopRequest:
         """Take over the signals; from the main thread only."""
         for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
+
+    def release(self) -> None:
+        """There is nothing left to stop: a warning that comes while the process ends changes nothing any more.
+
+        Python gives signals back before a process is gone, and with their default one that had done its work would die.
+        """
+        for number in WARN_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number in END_SIGNALS:

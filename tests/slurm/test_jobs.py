@@ -12,7 +12,7 @@ import pytest
 from slurm_jobs import ROOT, SMALL, read_texts, write_prompts
 
 OPTIONS = " ".join(SMALL)
-SHORT, LONG = (12, 12), (24, 100)  # prompts, tokens each
+SHORT, LONG = (12, 12), (24, 300)  # prompts, tokens each
 ONE_A_NODE = ("--nodes=3", "--ntasks-per-node=1", "--cpus-per-task=1")
 PLACES = {"single_node": ("--cpus-per-task=1",), "homogeneous": ONE_A_NODE, "requeue": ONE_A_NODE}
 
@@ -148,6 +148,7 @@ def test_the_doctor_examines_a_job_of_two_nodes(submit, tmp_path) -> None:
     command = f"{sys.executable} -m fastdecode_hpc doctor --threads 1 --json {tmp_path / 'd.json'}"
     job = submit("", "--nodes=2", "--ntasks=2", "--wrap", f"srun -K --mpi=pmi2 {command}")
     code = job.wait(60)
+    assert (tmp_path / "d.json").exists(), job.log
     told = json.loads((tmp_path / "d.json").read_text())
     assert (code == 2) == (told["verdict"] == "problem"), job.log
     by_check = {one["check"]: one for one in told["findings"]}

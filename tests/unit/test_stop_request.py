@@ -1,5 +1,8 @@
 """When a job is to stop: time budgets and Slurm's limit."""
 
+import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -40,3 +43,21 @@ def test_a_deadline_stops_and_says_why():
     assert not stop() and stop.reason is None
     stop = StopRequest(Deadline(time.time() - 1, "--time-budget"))
     assert stop() and stop.reason == "--time-budget"
+
+
+WARNED_WHILE_IT_ENDS = """
+import os, signal
+from fastdecode_hpc.signals import StopRequest
+
+class Late:
+    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGUSR1):
+        kill(pid, number)  # when Python has given its signals back
+
+late, stop = Late(), StopRequest()
+stop.install()
+"""
+
+
+@pytest.mark.parametrize(("last", "code"), [("stop.release()", 0), ("", -signal.SIGUSR1)])
+def test_a_warning_to_a_process_that_is_done_changes_nothing(last, code):
+    assert subprocess.run([sys.executable, "-c", WARNED_WHILE_IT_ENDS + last]).returncode == code
