@@ -179,6 +179,8 @@ def test_other_families_are_refused_by_name(tmp_path: Path, kind: str) -> None:
         ({"model_type": "new", "layer_types": ["linear_attention"]}, "linear attention"),
         ({"model_type": "new", "linear_num_key_heads": 2}, "linear attention"),
         ({"model_type": "new", "layer_types": ["chunked_attention"]}, "within chunks"),
+        ({"model_type": "new", "layer_types": ["indexed_attention"]}, "sparse attention"),
+        ({"model_type": "new", "layer_types": ["full_attention", "wavelet"]}, "layers of type 'wavelet'"),
         ({"model_type": "new", "kv_lora_rank": 512}, "MLA"),
         ({"model_type": "new", "kv_lora_rank": None}, ""),
         ({"model_type": "new", "index_topk": 2048}, "sparse attention"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from fastdecode_hpc.config import ConfigError
 from fastdecode_hpc.model_files import resolve_model
 from fastdecode_hpc.model_shape import ModelConfig, RopeScaling
+from fastdecode_hpc.s_part import build
 from fastdecode_hpc.s_part.safetensors_file import SafetensorsCheckpoint
 from fastdecode_hpc.s_part.weights import (
     checkpoint_dtype,
@@ -367,3 +369,14 @@ def can_be_read(data: bytes) -> bool:
     except SafetensorError:
         return False
     return True
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_freed_memory_is_kept_again_however_loading_ends(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    for name in ("return_freed_memory", "keep_freed_memory"):
+        monkeypatch.setattr(build, name, lambda name=name: said.append(name))
+    with contextlib.suppress(ConfigError), build.load_timed(None):
+        if fails:
+            raise ConfigError("a damaged tensor")
+    assert said == ["return_freed_memory", "keep_freed_memory"]

@@ -15,6 +15,7 @@ from fastdecode_hpc.schedule.speeds import (
     MIN_SECONDS,
     MIN_STEPS,
     LinkSpeeds,
+    Turns,
     WorkerSpeeds,
     _shares_of_turn,
     link_s,
@@ -179,6 +180,20 @@ def test_clocks_that_drift_for_hours_stay_within_their_doubt(drift: float, offse
     assert clocks.latencies_s[1] <= 2e-4
 
 
+@given(st.floats(-CLOCK_DRIFT, CLOCK_DRIFT), st.floats(0, 30), st.floats(0, 1e-4), st.floats(0, 1e-4))
+def test_an_answer_that_was_held_tells_no_more_than_the_clocks_allow(
+    drift: float, held: float, there: float, way_back: float
+) -> None:
+    """While a rank is busy for long its clock may run ahead by more than a message takes."""
+    offset = 5000.0
+    clocks, away = Clocks([(0.0, 0.0), (offset, 1.0)], 0.0), lambda now: offset + (1 + drift) * now
+    clocks.answered(1, 0.0, away(there), away(there + held), there + held + way_back)
+    assert clocks.latencies_s[1] >= 0
+    assert clocks.errors_s[1] >= 0
+    middle = (there + held + way_back) / 2
+    assert abs(clocks.offsets_s[1] - (away(middle) - middle)) <= clocks.errors_s[1] + 1e-8
+
+
 def test_a_link_that_is_well_again_gets_its_share_back() -> None:
     """However long it was slow, where its times go on to be seen."""
     shares = make_shares()
@@ -286,6 +301,14 @@ def plain_ratio(rows: list[float], seconds: list[float]) -> float:
     row_s = min((t / n for n, _, t in seen), default=0.0)
     ratios = sorted(t / (row_s * (before + n)) for n, before, t in seen if before)
     return ratios[(len(ratios) - 1) // 2] if ratios and len(seen) > 1 else math.inf
+
+
+def test_steps_that_do_not_tell_of_turns_are_not_kept() -> None:
+    """A run with a single R-worker may go on for days."""
+    turns = Turns()
+    for _ in range(100):
+        assert turns.take(np.full((32, 1), 8.0), np.full((32, 1), 1e-3)) == []
+    assert turns._kept == []
 
 
 @given(st.lists(st.tuples(figures_of_one, figures_of_one, figures_of_one), min_size=1, max_size=20))

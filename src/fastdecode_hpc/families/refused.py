@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fastdecode_hpc.config import ConfigError
+from fastdecode_hpc.config import ConfigError, show
 
 _MLA = "latent attention (MLA), whose cache holds no keys and values of heads"
 _CROSS = "cross-attention, to keys and values of another input than the text"
@@ -34,6 +34,9 @@ _BY_TYPE = {
 _BY_LAYER = {
     "linear_attention": _LINEAR,
     "chunked_attention": _CHUNKED,
+    **dict.fromkeys(("indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention"), _SPARSE),
+    **dict.fromkeys(("compressed_sparse_attention", "minimax_m3_sparse"), _SPARSE),
+    **dict.fromkeys(("mamba", "mamba2", "recurrent", "conv", "hybrid", "hybrid_sliding"), _STATE),
     "full_attention": "",
     "sliding_attention": "",
     "attention": "",
@@ -82,4 +85,5 @@ def _reasons(raw: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _of_layer(name: Any) -> str:
-    return _BY_LAYER.get(name, _STATE) if isinstance(name, str) else ""
+    other = f"layers of type {show(name)}, which may be neither full nor sliding attention"
+    return _BY_LAYER.get(name, other) if isinstance(name, str) else ""

@@ -97,6 +97,8 @@ def load_timed(progress: Callable[[int, int], None] | None) -> Iterator[Callable
             told = time.perf_counter()
             logger.info("weights: %s of %s are in place", format_bytes(done), format_bytes(total))
 
-    yield tell
-    keep_freed_memory()
+    try:
+        yield tell
+    finally:
+        keep_freed_memory()
     logger.info("weights ready in %.1f s", time.perf_counter() - started)

@@ -118,8 +118,9 @@ class Turns:
         if self._in_turn is None:
             ratios = _shares_of_turn(rows, seconds)
             tells = np.isfinite(ratios)
-            self._kept.append((rows[tells], seconds[tells]))
-            self._ratios += ratios[tells].tolist()
+            if tells.any():  # of a single R-worker no step ever tells
+                self._kept.append((rows[tells], seconds[tells]))
+                self._ratios += ratios[tells].tolist()
             if len(self._ratios) < MIN_STEPS:
                 return []
             low, high = IN_TURN

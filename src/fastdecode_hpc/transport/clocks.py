@@ -45,6 +45,15 @@ class Clocks:
         drift_s = CLOCK_DRIFT * (now - self._found_s[rank]) if self.drifts(rank) else 0.0
         return self.errors_s[rank] + drift_s
 
+    def answered(self, rank: int, sent: float, came: float, left: float, back: float) -> None:
+        """A question was sent and its answer is back, on rank 0's clock; it came and the answer left on the rank's.
+
+        How long the answer was held is known on the rank's clock alone, which may run faster meanwhile.
+        """
+        held = left - came
+        error_s = (back - sent - held + CLOCK_DRIFT * held) / 2
+        self.take(rank, (came - sent + left - back) / 2, max(0.0, error_s), back)
+
     def take(self, rank: int, offset_s: float, error_s: float, now: float) -> None:
         """A round trip has been made."""
         self.latencies_s[rank] = min(self.latencies_s[rank], error_s)

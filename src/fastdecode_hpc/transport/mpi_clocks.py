@@ -78,9 +78,8 @@ class ClockAsker:
 
     def _take(self, rank: int, question: _Question) -> None:
         assert question.coming.t_done is not None
-        sent, back = question.t_sent, question.coming.t_done
         came, left = question.answer.tolist()
-        self._clocks.take(rank, (came - sent + left - back) / 2, (back - sent - (left - came)) / 2, back)
+        self._clocks.answered(rank, question.t_sent, came, left, question.coming.t_done)
 
 
 class ClockAnswerer:
