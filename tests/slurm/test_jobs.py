@@ -162,7 +162,7 @@ def test_the_parts_of_a_sweep_are_merged_into_one_comparison(submit, tmp_path) -
     job = submit("sweep_array", "--array=0-1", "--cpus-per-task=1", sweep=sweep,
                  fastdecode_options="--allow-oversubscribe --threads 1 --kv-memory-bytes 64M")  # fmt: skip
     command = f"{sys.executable} -m fastdecode_hpc report merge sweep-0.h5 sweep-1.h5 -o all.h5"
-    done = submit("", f"--dependency=afterok:{job.number}", "--wrap", command)
+    done = submit("", f"--dependency=afterok:{job.number}", "--kill-on-invalid-dep=yes", "--wrap", command)
     assert done.wait(180) == 0, job.log + done.log
     lines = done.log.splitlines()
     assert len(lines) == 1 + 4
